@@ -1,0 +1,1 @@
+"""Kernels and their torch oracles. Imports no transformers."""

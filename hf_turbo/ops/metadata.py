@@ -1,0 +1,95 @@
+"""What an attention op needs to know of the cache: one layer's blocks, and one forward's geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+#: A block id is `segment << SEGMENT_BITS | index`: segments are separate allocations of different
+#: sizes, so a pool grows by adding one and nothing in it moves. 256 segments of 8M blocks fit int32.
+SEGMENT_BITS = 23
+SEGMENT_MASK = (1 << SEGMENT_BITS) - 1
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """The blocks of one layer, as a few segments that share their strides.
+
+    Args:
+        k_segments: per segment `[num_blocks, num_kv_heads, block_size, k_head_dim]`, any strides with the
+            last one 1; all segments have the same strides, dtype and device.
+        v_segments: the same with `v_head_dim`; their strides may differ from those of `k_segments`.
+        segment_offsets: int64 `[2, num_segments]` on the same device: elements from `k_segments[0]` (row 0)
+            and `v_segments[0]` (row 1) to the segment's first element. A kernel adds them to one typed
+            base pointer. Multiples of 16.
+    """
+
+    k_segments: tuple[torch.Tensor, ...]
+    v_segments: tuple[torch.Tensor, ...]
+    segment_offsets: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.k_segments[0].shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_segments[0].shape[1]
+
+
+@dataclass(eq=False)
+class AttentionMetadata:
+    """The geometry of one forward over one group of layers (those that share block tables).
+
+    Query token `j` of sequence `b` stands at position `seq_lens[b] - q_len[b] + j` and attends to the
+    positions `p` of its own sequence with `p <= position`, and `p > position - sliding_window` where that
+    is set. Position `p` lies in block `block_tables[b, p // block_size]`, row `p % block_size`. Entries
+    of blocks that have left the window, and those past the end, are never read and may hold anything.
+
+    Args:
+        block_tables: int32 `[num_seqs, max_blocks]`, block ids (see `SEGMENT_BITS`).
+        seq_lens: int32 `[num_seqs]`, tokens of each sequence, this forward's included.
+        cu_seqlens_q: int32 `[num_seqs + 1]`, where each sequence's queries start in the packed `[total_q, ...]`.
+        max_seqlen_q: the largest number of queries of one sequence in this forward.
+        max_seqlen_k: an upper bound of `seq_lens`.
+        sliding_window: how many tokens a query sees, itself included; None for all.
+        is_fresh: no sequence had anything cached before this forward: the new keys are all the keys.
+        seq_lens_cpu, q_lens_cpu: the same on the host, for the CPU path.
+        block_ids_cpu: per sequence, the ids of its live blocks, in order.
+        first_blocks_cpu: per sequence, how many blocks before those have left the window.
+    """
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    sliding_window: int | None = None
+    is_fresh: bool = False
+    seq_lens_cpu: list[int] = field(default_factory=list)
+    q_lens_cpu: list[int] = field(default_factory=list)
+    block_ids_cpu: list[list[int]] = field(default_factory=list)
+    first_blocks_cpu: list[int] = field(default_factory=list)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int, int]]]:
+        """Per sequence, its live blocks as `(segment, first index, count)` runs that lie in a row."""
+        return [block_runs(ids) for ids in self.block_ids_cpu]
+
+
+def block_runs(block_ids: list[int]) -> list[tuple[int, int, int]]:
+    """Splits block ids into `(segment, first index, count)` runs of neighbours."""
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for i in range(1, len(block_ids) + 1):
+        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
+            first = block_ids[start]
+            runs.append((first >> SEGMENT_BITS, first & SEGMENT_MASK, i - start))
+            start = i
+    return runs
