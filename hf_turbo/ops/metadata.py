@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-#: A block id is `segment << SEGMENT_BITS | index`: segments are separate allocations of different
-#: sizes, so a pool grows by adding one and nothing in it moves. 256 segments of 8M blocks fit int32.
-SEGMENT_BITS = 23
-SEGMENT_MASK = (1 << SEGMENT_BITS) - 1
+from .block_ids import SEGMENT_BITS, SEGMENT_MASK, block_runs
+
+__all__ = ["SEGMENT_BITS", "SEGMENT_MASK", "AttentionMetadata", "LayerKV"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class AttentionMetadata:
     q_lens_cpu: list[int] = field(default_factory=list)
     block_ids_cpu: list[list[int]] = field(default_factory=list)
     first_blocks_cpu: list[int] = field(default_factory=list)
+    _elsewhere: dict[torch.device, AttentionMetadata] = field(default_factory=dict, repr=False)
 
     @property
     def num_seqs(self) -> int:
@@ -82,14 +82,11 @@ class AttentionMetadata:
         """Per sequence, its live blocks as `(segment, first index, count)` runs that lie in a row."""
         return [block_runs(ids) for ids in self.block_ids_cpu]
 
-
-def block_runs(block_ids: list[int]) -> list[tuple[int, int, int]]:
-    """Splits block ids into `(segment, first index, count)` runs of neighbours."""
-    runs: list[tuple[int, int, int]] = []
-    start = 0
-    for i in range(1, len(block_ids) + 1):
-        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
-            first = block_ids[start]
-            runs.append((first >> SEGMENT_BITS, first & SEGMENT_MASK, i - start))
-            start = i
-    return runs
+    def on(self, device: torch.device) -> AttentionMetadata:
+        """The same with its tensors on `device`."""
+        if self.seq_lens.device == device:
+            return self
+        if device not in self._elsewhere:
+            tensors = {name: getattr(self, name).to(device) for name in ("block_tables", "seq_lens", "cu_seqlens_q")}
+            self._elsewhere[device] = replace(self, _elsewhere={}, **tensors)
+        return self._elsewhere[device]

@@ -1,0 +1,206 @@
+"""The device tensors of all blocks: they outlive a call, grow without moving, and can be given back."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import torch
+
+from ..ops.block_ids import SEGMENT_BITS, SEGMENT_MASK
+from ..ops.metadata import LayerKV
+from .block_manager import BlockManager
+
+#: A pool that must grow takes this share of itself beyond what is needed now: few segments, little slack.
+_GROWTH = 1 / 16
+_MIN_SEGMENT = 8
+#: An idle pool of more segments than this is made anew as one.
+_MANY_SEGMENTS = 32
+
+
+class LayerStore:
+    """The blocks of one layer: one K and one V tensor a segment, made when the layer first needs them.
+
+    Args:
+        key, value: `[batch, num_kv_heads, tokens, head_dim]`, as the layer computes them: their heads, sizes,
+            dtype and device become the store's.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, block_size: int) -> None:
+        self.device, self.dtype = key.device, key.dtype
+        self.block_size = block_size
+        self.num_kv_heads = key.shape[1]
+        self.head_dims = (key.shape[3], value.shape[3])
+        self.kv: LayerKV | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * sum(self.head_dims) * self.dtype.itemsize
+
+    def matches(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether keys and values like these can be stored here."""
+        heads_and_dims = (key.shape[1], (key.shape[3], value.shape[3]))
+        return heads_and_dims == (self.num_kv_heads, self.head_dims) and (
+            (key.dtype, key.device) == (self.dtype, self.device)
+        )
+
+    def cover(self, segment_sizes: list[int]) -> LayerKV:
+        """Makes the tensors that are missing, drops those of dropped segments, and returns the layer's blocks."""
+        old = ([], []) if self.kv is None else (list(self.kv.k_segments), list(self.kv.v_segments))
+        if self.kv is None or [len(t) for t in old[0]] != segment_sizes:
+            k, v = (self._segments(ts, segment_sizes, d) for ts, d in zip(old, self.head_dims, strict=True))
+            offsets = [[(t.data_ptr() - ts[0].data_ptr()) // t.element_size() for t in ts] for ts in (k, v)]
+            self.kv = LayerKV(k, v, torch.tensor(offsets, dtype=torch.int64, device=self.device))
+        return self.kv
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, `(from, to)`. No block may be both."""
+        if self.kv is None:
+            return
+        by_segment: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for source, target in pairs:
+            sources, targets = by_segment[source >> SEGMENT_BITS, target >> SEGMENT_BITS]
+            sources.append(source & SEGMENT_MASK)
+            targets.append(target & SEGMENT_MASK)
+        for (from_segment, to_segment), indices in by_segment.items():
+            sources_, targets_ = torch.tensor(indices, device=self.device)
+            for segments in (self.kv.k_segments, self.kv.v_segments):
+                segments[to_segment].index_copy_(0, targets_, segments[from_segment].index_select(0, sources_))
+
+    def _segments(
+        self, old: list[torch.Tensor], sizes: list[int], head_dim: int
+    ) -> tuple[torch.Tensor, ...]:
+        kept = [t if len(t) == size else None for t, size in zip(old, sizes, strict=False)]
+        kept += [None] * (len(sizes) - len(kept))
+        old.clear()  # what was dropped is free before anything new is made
+        return tuple(self._segment(n, head_dim) if t is None else t for t, n in zip(kept, sizes, strict=True))
+
+    def _segment(self, num_blocks: int, head_dim: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            # Tokens outermost: blocks that lie in a row are one strided [heads, tokens, dim] view.
+            shape = (num_blocks, self.block_size, self.num_kv_heads, head_dim)
+            return torch.empty(shape, dtype=self.dtype).transpose(1, 2)
+        # Heads outermost within a block: the tile a program reads is one contiguous piece.
+        shape = (num_blocks, self.num_kv_heads, self.block_size, head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class BlockGroup:
+    """The layers that share block tables: those with the same sliding window.
+
+    Args:
+        block_size: tokens a block.
+        sliding_window: how many tokens a query sees, itself included; None for all.
+        lock: the pool's.
+    """
+
+    def __init__(self, block_size: int, sliding_window: int | None, lock: threading.RLock) -> None:
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.manager = BlockManager()
+        #: Whether fresh prompts are attended to through their blocks, which then must hold all of the prompt, also
+        #: what is out of the window already. True until the attention function has found a way without.
+        self.prompts_read_blocks = True
+        self.peak_blocks = 0
+        self.copied_blocks = 0
+        self._stores: dict[int, LayerStore] = {}
+        self._lock = lock
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over the group's layers."""
+        return sum(store.block_bytes for store in self._stores.values())
+
+    def allocate(self, count: int, after: int | None = None, reserve: int = 0) -> list[int]:
+        """Takes blocks, growing the group when it has too few. Arguments as in `BlockManager.allocate`."""
+        with self._lock:
+            self.ensure_free(count)
+            ids = self.manager.allocate(count, after, reserve)
+            self.peak_blocks = max(self.peak_blocks, self.manager.num_used)
+            return ids
+
+    def ensure_free(self, count: int) -> None:
+        """Grows until `count` blocks are free, so that several rows' needs become one segment."""
+        with self._lock:
+            missing = count - self.manager.num_free
+            if missing <= 0:
+                return
+            total = self.manager.num_blocks
+            if self.manager.num_used == 0 and len(self.manager.segment_sizes) >= _MANY_SEGMENTS:
+                self.manager.drop_free_segments()
+                self.manager.add_segment(total + missing)
+            else:
+                self.manager.add_segment(max(missing + int(total * _GROWTH), _MIN_SEGMENT))
+
+    def retain(self, ids: list[int]) -> None:
+        with self._lock:
+            self.manager.retain(ids)
+
+    def release(self, ids: list[int]) -> None:
+        with self._lock:
+            self.manager.release(ids)
+
+    def store_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        """The store of a layer that computes such keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
+
+        A layer that changed (`model.to(...)`) gets a new store; caches that hold the old one keep it alive.
+        """
+        with self._lock:
+            store = self._stores.get(layer_idx)
+            if store is None or not store.matches(key, value):
+                store = self._stores[layer_idx] = LayerStore(key, value, self.block_size)
+            return store
+
+    def cover(self, store: LayerStore) -> LayerKV:
+        """A store's blocks, with tensors for every segment."""
+        with self._lock:
+            return store.cover(self.manager.segment_sizes)
+
+    def fill(self, value: float) -> None:
+        """Writes `value` into every block that nobody owns: for tests that look for stale reads."""
+        with self._lock:
+            for store in self._stores.values():
+                kv = store.cover(self.manager.segment_sizes)
+                for segment, flags in enumerate(self.manager.free_flags()):
+                    free = torch.tensor([i for i, is_free in enumerate(flags) if is_free], device=store.device)
+                    if len(free):
+                        kv.k_segments[segment].index_fill_(0, free, value)
+                        kv.v_segments[segment].index_fill_(0, free, value)
+
+    def drop_free_memory(self) -> None:
+        """Gives back the memory of segments nobody uses."""
+        with self._lock:
+            self.manager.drop_free_segments()
+            if not self.manager.segment_sizes:
+                self._stores.clear()
+            for store in self._stores.values():
+                store.cover(self.manager.segment_sizes)
+
+
+class BlockPool:
+    """All blocks of one patched model. Copies and pickles as an empty pool of the same block size.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.groups: dict[int | None, BlockGroup] = {}
+        self._lock = threading.RLock()
+
+    def group(self, sliding_window: int | None) -> BlockGroup:
+        """The group of layers with this window; made when asked for first."""
+        with self._lock:
+            if sliding_window not in self.groups:
+                self.groups[sliding_window] = BlockGroup(self.block_size, sliding_window, self._lock)
+            return self.groups[sliding_window]
+
+    def release(self) -> None:
+        """Gives back the memory of blocks that no cache holds."""
+        for group in list(self.groups.values()):
+            group.drop_free_memory()
+
+    def __reduce__(self) -> tuple[type[BlockPool], tuple[int]]:
+        return BlockPool, (self.block_size,)

@@ -1,0 +1,170 @@
+"""Which blocks the rows of one cache hold in one group of layers, on the host and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .block_pool import BlockGroup
+
+
+class BlockTable:
+    """The block ids of each row, in the order of its tokens, and the owner of one reference to each.
+
+    Lengths are in tokens of a row, without padding. A row of a sliding-window group gives up the blocks
+    before its window: `first[row]` counts them, `rows[row]` holds the live ones.
+
+    Args:
+        group: where the blocks come from.
+        expected_length: tokens a row may grow to, if known: room that is looked for, not taken.
+    """
+
+    def __init__(self, group: BlockGroup, expected_length: int = 0) -> None:
+        self.group = group
+        self.rows: list[list[int]] = []
+        self.first: list[int] = []
+        self._reserve = self.num_blocks(expected_length)
+        self._mirror: torch.Tensor | None = None  # int32 [rows, columns]: the same on a device
+        self._changes: list[tuple[int, int, int]] = []  # (row, column, id) that the mirror lacks
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.group.block_size)
+
+    @property
+    def num_live_blocks(self) -> int:
+        """Different blocks that the rows hold."""
+        return len({block for row in self.rows for block in row})
+
+    def grow(
+        self, old_lens: Sequence[int], new_lens: Sequence[int], keep_from: Sequence[int], copies_per_row: int = 1
+    ) -> list[tuple[int, int]]:
+        """Gives every row the blocks for its new tokens, and blocks of its own where it will write.
+
+        Args:
+            old_lens, new_lens: tokens of each row before and after.
+            keep_from: the first token of each row that must stay; blocks before it are given up or not taken.
+            copies_per_row: so many neighbouring rows, all empty so far, are the same prompt and share its blocks.
+
+        Returns:
+            Blocks whose content must be copied before anything is written, as `(from, to)`.
+        """
+        while len(self.rows) < len(new_lens):
+            self.rows.append([])
+            self.first.append(0)
+        size = self.group.block_size
+        leaders = range(0, len(self.rows), copies_per_row)
+        wanted = [0] * len(self.rows)
+        for row in leaders:
+            if old_lens[row] == 0:
+                self.first[row] = keep_from[row] // size
+            self._give_up_before(row, keep_from[row] // size)
+            held = self.first[row] + len(self.rows[row])
+            wanted[row] = max(self.num_blocks(new_lens[row]) - held, 0)
+        own = [row for row in leaders if self._writes_to_shared(row, old_lens[row], new_lens[row])]
+        room = sum(max(n, self._reserve) for row, n in enumerate(wanted) if row in leaders and not self.rows[row])
+        self.group.ensure_free(max(sum(wanted) + len(own), room))
+        copies = [(self.rows[row][-1], self._replace_last(row)) for row in own]
+        for row in leaders:
+            if wanted[row]:
+                last = self.rows[row][-1] if self.rows[row] else None
+                reserve = 0 if self.rows[row] else self._reserve
+                ids = self.group.allocate(wanted[row], last, reserve)
+                column = self.first[row] + len(self.rows[row])
+                self._changes.extend((row, column + i, block) for i, block in enumerate(ids))
+                self.rows[row].extend(ids)
+        if copies_per_row > 1:
+            self._share_leaders(copies_per_row)
+        return [pair for pair in copies if pair[0] != pair[1]]
+
+    def truncate(self, new_lens: Sequence[int]) -> None:
+        """Frees the blocks past the new lengths."""
+        for row, length in enumerate(new_lens):
+            keep = max(self.num_blocks(length) - self.first[row], 0)
+            self.group.release(self.rows[row][keep:])
+            del self.rows[row][keep:]
+
+    def give_up_before(self, tokens: Sequence[int]) -> None:
+        """Frees the blocks that end before these tokens."""
+        for row, token in enumerate(tokens):
+            self._give_up_before(row, token // self.group.block_size)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Makes row `i` what row `indices[i]` is; blocks are shared, not copied."""
+        rows = [list(self.rows[i]) for i in indices]
+        kept = {i: row for i, row in enumerate(rows) if i < len(self.rows) and indices[i] == i}
+        for i, row in enumerate(rows):
+            if i not in kept:
+                self.group.retain(row)
+        for i, row in enumerate(self.rows):
+            if i not in kept:
+                self.group.release(row)
+        self.rows, self.first = rows, [self.first[i] for i in indices]
+        if self._mirror is not None:
+            self._flush()
+            self._mirror = self._mirror.index_select(0, torch.tensor(indices, device=self._mirror.device))
+
+    def copy(self) -> BlockTable:
+        """Another owner of the same blocks."""
+        other = BlockTable(self.group)
+        other.rows, other.first, other._reserve = [list(row) for row in self.rows], list(self.first), self._reserve
+        for row in other.rows:
+            self.group.retain(row)
+        return other
+
+    def release(self) -> None:
+        """Gives up all blocks."""
+        for row in self.rows:
+            self.group.release(row)
+        self.rows, self.first, self._mirror, self._changes = [], [], None, []
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The table as int32 `[rows, columns]`; entries past a row's blocks and before its window are anything."""
+        width = max((f + len(row) for f, row in zip(self.first, self.rows, strict=True)), default=0)
+        mirror = self._mirror
+        if mirror is None or mirror.device != device or mirror.shape[1] < width or len(mirror) != len(self.rows):
+            columns = width + max(width // 4, 16)
+            filled = [[0] * f + row for f, row in zip(self.first, self.rows, strict=True)]
+            padded = [row + [0] * (columns - len(row)) for row in filled]
+            self._mirror = torch.tensor(padded, dtype=torch.int32).reshape(len(padded), columns).to(device)
+            self._changes.clear()
+        self._flush()
+        return self._mirror  # type: ignore[return-value]
+
+    def _flush(self) -> None:
+        if self._mirror is not None and self._changes:
+            rows, columns, ids = torch.tensor(self._changes).T.to(self._mirror.device)
+            self._mirror.index_put_((rows, columns), ids.to(torch.int32))
+        self._changes.clear()
+
+    def _give_up_before(self, row: int, block: int) -> None:
+        count = min(block - self.first[row], len(self.rows[row]))
+        if count > 0:
+            self.group.release(self.rows[row][:count])
+            del self.rows[row][:count]
+            self.first[row] += count
+
+    def _writes_to_shared(self, row: int, old_len: int, new_len: int) -> bool:
+        if new_len == old_len or old_len % self.group.block_size == 0 or not self.rows[row]:
+            return False
+        return self.group.manager.owners(self.rows[row][-1]) > 1
+
+    def _replace_last(self, row: int) -> int:
+        shared = self.rows[row][-1]
+        if self.group.manager.owners(shared) == 1:  # the other owners have just taken copies of their own
+            return shared
+        [block] = self.group.allocate(1)
+        self.group.release([shared])
+        self.rows[row][-1] = block
+        self.group.copied_blocks += 1
+        self._changes.append((row, self.first[row] + len(self.rows[row]) - 1, block))
+        return block
+
+    def _share_leaders(self, copies_per_row: int) -> None:
+        for row in range(len(self.rows)):
+            leader = row - row % copies_per_row
+            if row != leader:
+                self.rows[row], self.first[row] = list(self.rows[leader]), self.first[leader]
+                self.group.retain(self.rows[row])
+        self._mirror = None

@@ -1,0 +1,338 @@
+"""`PagedCache`: the `Cache` that Transformers sees. One a `generate()` call; its blocks come from the pool."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..compat import crop_argument
+from ..ops import dispatch
+from ..ops.metadata import LayerKV
+from .block_pool import BlockPool, LayerStore
+from .block_table import BlockTable
+from .forward_plan import ForwardPlan, RowLayout, make_plan
+
+#: A key tensor that has been stored carries its layer under this name to the attention function.
+LAYER_ATTRIBUTE = "_hf_turbo_layer"
+
+
+class MaskLength(int):
+    """The key length that Transformers hands to the mask function, with the layer it was asked of."""
+
+    layer: PagedLayer
+
+
+class LayerGroup:
+    """What the layers of one sliding window share within one cache: block tables, and the forward under way."""
+
+    def __init__(self, table: BlockTable, layout: RowLayout) -> None:
+        self.table = table
+        self.layout = layout
+        self.sliding_window = table.group.sliding_window
+        self.num_columns = 0
+        self.record_past = False
+        self.layers: list[PagedLayer] = []
+        self.plan: ForwardPlan | None = None
+
+    def begin(self, start: int, num_rows: int, q_len: int, device: torch.device, dense: bool) -> ForwardPlan:
+        """Takes blocks for `q_len` more columns of `num_rows` rows after `start`, and makes them the current plan.
+
+        Args:
+            dense: the caller wants plain keys and values back, as from a stock cache.
+        """
+        if not self.layout.padding:
+            self.layout.padding = [0] * num_rows
+        if len(self.layout.padding) != num_rows:
+            raise ValueError(f"the cache holds {len(self.layout.padding)} rows, this forward brings {num_rows}")
+        if self.num_columns != start:  # a forward that took blocks, then failed
+            self.table.truncate(self.layout.lengths(start))
+        window = None if self.record_past else self.sliding_window
+        self.plan, copies = make_plan(self.table, self.layout, start, q_len, window, dense, device)
+        if copies:
+            for layer in self.layers:
+                layer.copy_blocks(copies)
+        self.num_columns = start + q_len
+        return self.plan
+
+    def crop(self, num_columns: int) -> None:
+        """Forgets the columns from `num_columns` on."""
+        self.plan = None
+        lengths = self.layout.lengths(num_columns)
+        self.table.truncate(lengths)
+        self.num_columns = num_columns
+        if self.record_past and self.sliding_window is not None:  # what was kept for this crop may go now
+            self.table.give_up_before([max(n - self.sliding_window + 1, 0) for n in lengths])
+
+    def check_crop(self, num_columns: int) -> None:
+        """Raises where the window before `num_columns` is gone already."""
+        for row, length in enumerate(self.layout.lengths(num_columns)):
+            oldest = max(length - (self.sliding_window or length) + 1, 0)
+            if self.table.first[row] * self.table.group.block_size > oldest:
+                raise RuntimeError(
+                    f"can't crop to {num_columns} tokens: a layer with a sliding window of {self.sliding_window} has "
+                    "given back what came before. Call activate_past_recording() on the cache before the tokens that "
+                    "may be cropped"
+                )
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Makes row `i` what row `indices[i]` is."""
+        self.plan = None
+        self.table.select(indices)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of a `PagedCache`.
+
+    `keys` and `values` gather dense `[batch, num_kv_heads, columns, head_dim]` tensors, zeros at padding, for
+    code that reads a cache by hand.
+    """
+
+    is_croppable = True
+
+    def __init__(self, group: LayerGroup, layer_idx: int) -> None:
+        self.group = group
+        self.layer_idx = layer_idx
+        self.length = 0
+        self.store: LayerStore | None = None
+        group.layers.append(self)
+
+    def __repr__(self) -> str:
+        return f"PagedLayer(sliding_window={self.sliding_window}, length={self.length})"
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.store is not None
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.sliding_window is not None
+
+    @property
+    def sliding_window(self) -> int | None:
+        return self.group.sliding_window
+
+    @property
+    def record_past(self) -> bool:
+        return self.group.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.group.record_past = value
+
+    @property
+    def device(self) -> torch.device | None:
+        return None if self.store is None else self.store.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.store is None else self.store.dtype
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self.dense(self._first_column(self.length))[0] if self.length else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self.dense(self._first_column(self.length))[1] if self.length else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Finds the pool's store for a layer that computes such keys and values."""
+        if self.length and self.store is not None:
+            raise ValueError(
+                f"layer {self.layer_idx} now computes {key_states.dtype} keys on {key_states.device}, the cache holds "
+                f"{self.store.dtype} on {self.store.device}: start from a new cache"
+            )
+        self.store = self.group.table.group.store_for(self.layer_idx, key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
+
+        Returns:
+            In a forward whose mask came from hf_turbo: the new keys, marked with this layer, and the new values.
+            Otherwise the keys and values that a stock cache would return.
+        """
+        start, (num_rows, _, q_len, _) = self.length, key_states.shape
+        plan = self.group.plan
+        if plan is None or not plan.fits(start, num_rows, q_len):
+            plan = self.group.begin(start, num_rows, q_len, key_states.device, dense=True)
+        if self.store is None or not self.store.matches(key_states, value_states):
+            self.lazy_initialization(key_states, value_states)
+        kv = self.kv()
+        dispatch.store_kv(
+            plan.pack_stored(key_states),
+            plan.pack_stored(value_states),
+            kv,
+            plan.store_metadata.on(key_states.device),
+            plan.keep_last,
+        )
+        self.length = start + q_len
+        if plan.dense:
+            return self.dense(self._first_column(start))
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        return key_states, value_states
+
+    def kv(self) -> LayerKV:
+        """The layer's blocks."""
+        if self.store is None:
+            raise RuntimeError(f"layer {self.layer_idx} has stored nothing yet")
+        return self.group.table.group.cover(self.store)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, `(from, to)`."""
+        if self.store is not None:
+            self.kv()  # new segments get their tensors
+            self.store.copy(pairs)
+
+    def dense(self, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the columns from `first_column` on, `[batch, num_kv_heads, columns, head_dim]`.
+
+        Zeros at padding.
+        """
+        table, padding = self.group.table, self.group.layout.padding
+        return dispatch.gather_kv(self.kv(), table.rows, table.first, padding, first_column, self.length)
+
+    def dense_of_plan(
+        self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a stock cache would have returned from the `update` that was given `key` and `value`."""
+        return (key, value) if plan.start == 0 else self.dense(self._first_column(plan.start))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = self._first_column(self.length)
+        length = MaskLength(self.length - offset + query_length)
+        length.layer = self
+        return length, offset
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def activate_past_recording(self) -> None:
+        """Keeps what leaves the window until the next `crop`, so that tokens can be taken back."""
+        self.group.record_past = True
+
+    def _first_column(self, start: int) -> int:
+        """Where a stock layer's keys begin when `start` columns came before this forward."""
+        return 0 if self.sliding_window is None else max(start - self.sliding_window + 1, 0)
+
+    def _only_whole_cache(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the layers of a PagedCache share their blocks: call this on the cache, not a layer")
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _only_whole_cache
+    offload = prefetch = _only_whole_cache
+
+
+class PagedCache(Cache):
+    """A cache of keys and values in blocks that rows share by reference.
+
+    Rows of a left-padded batch store no padding. Beams and copies of a prompt hold the same blocks until they
+    write to them. Blocks go back to the pool when the cache is deleted, cropped or reset, and those of layers with a
+    sliding window as they leave it. `copy.deepcopy` shares the blocks, too. Not to be used by two threads at once.
+
+    Args:
+        pool: where blocks come from.
+        sliding_windows: per layer, how many tokens a query sees; None for all.
+        copies_per_row: so many neighbouring rows of the first prompt are equal.
+        expected_length: tokens a row may come to, where known; 0 otherwise.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        sliding_windows: Sequence[int | None],
+        copies_per_row: int = 1,
+        expected_length: int = 0,
+    ) -> None:
+        self.pool = pool
+        self.layout = RowLayout(copies_per_row=copies_per_row)
+        tables = {window: BlockTable(pool.group(window), expected_length) for window in set(sliding_windows)}
+        self._adopt(tables, sliding_windows)
+
+    def _adopt(self, tables: dict[int | None, BlockTable], sliding_windows: Sequence[int | None]) -> None:
+        self.groups = {window: LayerGroup(table, self.layout) for window, table in tables.items()}
+        super().__init__(layers=[PagedLayer(self.groups[w], i) for i, w in enumerate(sliding_windows)])
+        for table in tables.values():
+            weakref.finalize(self, table.release)
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that this cache holds, over all groups of layers."""
+        return sum(group.table.num_live_blocks for group in self.groups.values())
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.layout.padding)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False  # True would make generate() build 4D masks and compile the forward by itself
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        for group in self.groups.values():
+            group.table.release()
+            group.num_columns, group.plan = 0, None
+        self.layout.padding = []
+        self._set_length(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes tokens at the end: `-n` removes n. What a positive number means is up to the Transformers release."""
+        length = self.get_seq_length()
+        keep = max(length - crop_argument(int(tokens_to_remove), length), 0)
+        if keep < length:
+            for group in self.groups.values():
+                group.check_crop(keep)
+        for group in self.groups.values():
+            group.crop(keep)
+        self._set_length(keep)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row `i` what row `beam_idx[i]` is. Blocks are shared, none is copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps only these rows, int64 `[n]` or bool `[batch]`."""
+        if self.batch_size:
+            rows = indices.nonzero()[:, 0].tolist() if indices.dtype == torch.bool else indices.tolist()
+            self._select([row % self.batch_size for row in rows])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row; the copies share its blocks."""
+        self._select([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def _select(self, rows: list[int]) -> None:
+        for group in self.groups.values():
+            group.select(rows)
+        self.layout.padding = [self.layout.padding[row] for row in rows]
+
+    def _set_length(self, length: int) -> None:
+        for layer in self.layers:
+            layer.length = length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        other = PagedCache.__new__(PagedCache)
+        memo[id(self)] = other
+        other.pool = self.pool
+        other.layout = RowLayout(list(self.layout.padding), self.layout.copies_per_row)
+        windows = [layer.sliding_window for layer in self.layers]
+        other._adopt({window: group.table.copy() for window, group in self.groups.items()}, windows)
+        for window, group in self.groups.items():
+            other.groups[window].num_columns = group.num_columns
+            other.groups[window].record_past = group.record_past
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            theirs.length, theirs.store = mine.length, mine.store
+        return other
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a PagedCache can't be pickled: its blocks belong to the model's pool. Its tokens can be had as tensors "
+            "from cache.layers[i].keys and .values"
+        )

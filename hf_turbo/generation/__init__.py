@@ -1,0 +1,1 @@
+"""How tokens are chosen, one step after another."""

@@ -1,0 +1,81 @@
+"""The few methods of `generate()` that differ on a patched model, each falling back to the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..cache.paged_cache import PagedCache
+from ..compat import CACHE_NAME
+from ..handle import PatchHandle
+
+
+class TurboGenerationMixin:
+    """First base of a patched instance's class; `_hf_turbo` holds what belongs to the instance."""
+
+    _hf_turbo: PatchHandle
+    _hf_turbo_original_class: type
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Puts a `PagedCache` where Transformers would put a `DynamicCache`."""
+        handle = self._hf_turbo
+        given = model_kwargs.get(CACHE_NAME)
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if given is not None:
+            if isinstance(given, PagedCache):
+                _repeat_for_copies(given, model_kwargs, copies)
+            else:
+                handle.step_aside(f"a {type(given).__name__} was passed to generate()")
+        elif reason := _why_not(handle, generation_config, model_kwargs):
+            handle.step_aside(reason)
+        elif generation_config.use_cache is not False:
+            length = generation_config.max_length or 0
+            model_kwargs[CACHE_NAME] = handle.new_cache(copies_per_row=copies, expected_length=length)
+            if generation_config.is_assistant:
+                model_kwargs[CACHE_NAME].activate_past_recording()
+            return
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles by way of the original class: the patched one exists in memory only."""
+        make, arguments, *rest = super().__reduce_ex__(protocol)
+        return (_make_patched, (self._hf_turbo_original_class,), *rest)
+
+
+def _make_patched(original: type) -> Any:
+    from ..patching import patched_class
+
+    cls = patched_class(original)
+    return cls.__new__(cls)
+
+
+def _repeat_for_copies(cache: PagedCache, model_kwargs: dict[str, Any], copies: int) -> None:
+    """Widens a cache of n rows for a call that continues each row `copies` times."""
+    mask = model_kwargs.get("attention_mask")
+    if copies > 1 and cache.batch_size and mask is not None and len(mask) == cache.batch_size * copies:
+        cache.batch_repeat_interleave(copies)
+
+
+def _why_not(handle: PatchHandle, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """Why this call can't use the paged cache; None if it can."""
+    if not handle.attention_is_ours():
+        return "the attention implementation was changed after patching"
+    if generation_config.cache_implementation is not None:
+        return f"cache_implementation={generation_config.cache_implementation!r} was asked for"
+    if generation_config.output_attentions:
+        return "output_attentions needs the model's own attention"
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        if mask.dim() != 2:
+            return f"attention_mask has {mask.dim()} dimensions; left padding is a mask of 2"
+        if not _is_left_padding(mask):
+            return "attention_mask has zeros after a token, or a row without tokens; left padding has neither"
+    return None
+
+
+def _is_left_padding(mask: torch.Tensor) -> bool:
+    real = mask.bool()
+    return bool((real[:, -1].all() & (real[:, 1:] >= real[:, :-1]).all()).item())

@@ -1,0 +1,54 @@
+"""`PatchHandle`: what belongs to one patched instance."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .cache.block_pool import BlockPool
+from .cache.paged_cache import PagedCache
+from .config import TurboConfig
+from .modeling.attention import AttentionName
+
+logger = logging.getLogger("hf_turbo")
+
+
+class PatchHandle:
+    """One patched instance's options, its blocks, what to undo, and what stepped aside.
+
+    Args:
+        config: the options.
+    """
+
+    def __init__(self, config: TurboConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.block_size)
+        self.stepped_aside: Counter[str] = Counter()
+        self.num_caches = 0
+        #: Why the whole model steps aside; None where it is accelerated.
+        self.model_reason: str | None = None
+        #: Per layer, how many tokens a query sees; None for all.
+        self.sliding_windows: list[int | None] = []
+        self.attention: AttentionName | None = None
+        self.decoder_config: PreTrainedConfig | None = None
+        #: (module, attribute, value before): what `unpatch` puts back, newest last.
+        self.undo: list[tuple[nn.Module, str, Any]] = []
+
+    def new_cache(self, copies_per_row: int = 1, expected_length: int = 0) -> PagedCache:
+        """An empty cache on this model's pool."""
+        self.num_caches += 1
+        return PagedCache(self.pool, self.sliding_windows, copies_per_row, expected_length)
+
+    def attention_is_ours(self) -> bool:
+        """Whether the model still calls our attention function."""
+        return self.decoder_config is not None and self.decoder_config._attn_implementation is self.attention
+
+    def step_aside(self, reason: str) -> None:
+        """Counts a reason, and says it the first time."""
+        if not self.stepped_aside[reason]:
+            logger.warning("hf_turbo steps aside: %s", reason)
+        self.stepped_aside[reason] += 1

@@ -1,0 +1,176 @@
+"""The "hf_turbo" attention and mask functions of Transformers' attention interface.
+
+The mask function answers with a `ForwardPlan` in the mask's place; the cache stores the new keys by it and marks
+them with their layer; the attention function finds both and reads the blocks. Where either is missing (training, a
+stock cache, a 4D mask, ...) the model's own attention runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ..cache.forward_plan import ForwardPlan
+from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
+from ..ops import dispatch, prompt
+
+NAME = "hf_turbo"
+
+#: Arguments that reach an attention function without changing what it computes here.
+_HARMLESS = {
+    "position_ids", "position_embeddings", "use_cache", "output_hidden_states", "return_dict", "cache_position",
+    "past_key_values", "cache", "past_key_value", "sliding_window", "logits_to_keep", "kwargs", "output_router_logits",
+    "is_causal", "deterministic",
+}  # fmt: skip
+
+
+class AttentionName(str):
+    """The attention implementation's name on a patched model's config, and the one it stands in for.
+
+    A plain string to Transformers. It travels with the config through copies and pickles and is not saved.
+    """
+
+    base: str
+    prompt_attention: str
+
+    def __new__(cls, base: str, prompt_attention: str = "auto") -> AttentionName:
+        name = super().__new__(cls, NAME)
+        name.base, name.prompt_attention = base, prompt_attention
+        return name
+
+    def __reduce__(self) -> tuple[type[AttentionName], tuple[str, str]]:
+        return AttentionName, (self.base, self.prompt_attention)
+
+
+def register() -> None:
+    """Adds the two functions to Transformers' registries, under our own name."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A `ForwardPlan` when the keys are in a `PagedCache` and the mask is causal or a window; else the stock mask."""
+    stock_mask = partial(
+        _stock_mask, config,
+        batch_size=batch_size, q_length=q_length, kv_length=int(kv_length), q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, device=device, config=config, **kwargs,
+    )  # fmt: skip
+    if not isinstance(kv_length, MaskLength):
+        return stock_mask()
+    layer = kv_length.layer
+    plain = allow_is_causal_skip and not use_vmap and _is_causal_window(mask_function, local_size)
+    if not plain or layer.sliding_window != local_size:
+        return stock_mask()
+    if not layer.group.layout.read_padding(attention_mask, batch_size, layer.length, q_length):
+        return stock_mask()
+    plan = layer.group.begin(layer.length, batch_size, q_length, torch.device(device), dense=False)
+    plan.stock_mask = stock_mask
+    return plan
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of `query` `[batch, num_heads, q_len, head_dim]` over the cache that `key` was stored in.
+
+    Returns:
+        `[batch, q_len, num_heads, v_head_dim]`, and None or the weights where the model's own attention ran.
+    """
+    layer: PagedLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
+    plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
+    if plan is not None and (layer is None or layer.group.plan is not plan):
+        raise NotImplementedError(
+            f"{type(module).__name__} changes the keys after it has cached them, or reads another layer's, which "
+            "hf_turbo does not follow; use hf_turbo.unpatch(model) and report the model"
+        )
+    if layer is None or plan is None or dropout or _unusual(kwargs):
+        if layer is not None and layer.group.plan is not None:
+            key, value = layer.dense_of_plan(layer.group.plan, key, value)
+        mask = attention_mask if plan is None else plan.stock_mask()  # type: ignore[misc]
+        kwargs |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
+        return _stock_attention(module)(
+            module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    metadata = plan.metadata.on(query.device)
+    if metadata.is_fresh:
+        out = prompt.attend_prompt(
+            query, key, value, plan.pack, metadata, scale, softcap, s_aux, _name(module).prompt_attention
+        )
+        layer.group.table.group.prompts_read_blocks = out is None
+        if out is not None:
+            return (out if out.dim() == 4 else plan.unpack(out)), None
+    out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
+    return plan.unpack(out), None
+
+
+def _is_causal_window(mask_function: Callable[..., Any], window: int | None) -> bool:
+    """Whether a mask function is the causal one, within `window` if given: by what it answers, not by its name."""
+    if window is None:
+        return mask_function is causal_mask_function
+    queries = torch.tensor([2 * window + 3, 5 * window + 1]).repeat_interleave(4)
+    steps = torch.tensor([-window, -window + 1, 0, 1]).repeat(2)
+    first = torch.tensor(0)
+    return mask_function(first, first, queries, queries + steps).tolist() == [False, True, True, False] * 2
+
+
+def _unusual(kwargs: dict[str, Any]) -> bool:
+    """Whether an argument may change the result in a way that the kernels don't know."""
+    if kwargs.get("is_causal") is False or kwargs.get("output_attentions"):
+        return True
+    return any(name not in _HARMLESS and x is not None and not isinstance(x, bool) for name, x in kwargs.items())
+
+
+def _name(module: torch.nn.Module) -> AttentionName:
+    return module.config._attn_implementation
+
+
+def _stock_mask(config: Any, **kwargs: Any) -> Any:
+    """The mask of the implementation that ours stands in for."""
+    base = config._attn_implementation.base
+    if base not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None  # as Transformers does for an implementation without a mask function
+    return ALL_MASK_ATTENTION_FUNCTIONS[base](**kwargs)
+
+
+def _stock_attention(module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function that ours stands in for."""
+    eager = next(
+        (
+            function
+            for cls in type(module).__mro__
+            if (function := getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None))
+        ),
+        None,
+    )
+    return ALL_ATTENTION_FUNCTIONS.get_interface(_name(module).base, eager)

@@ -1,0 +1,215 @@
+"""Every op in plain torch: the oracle of the kernels, and the path that runs on a CPU, written to be quick.
+
+Shapes as in the kernels: packed queries `[total_q, num_heads, head_dim]`, one row a token, sequences one after
+another. A sequence whose blocks lie in a row is read in place; otherwise its pieces are joined first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .block_ids import SEGMENT_BITS, SEGMENT_MASK, block_runs
+from .metadata import AttentionMetadata, LayerKV
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, keep_last: int | None = None
+) -> None:
+    """Writes new keys and values into their blocks.
+
+    Args:
+        k: `[total_q, num_kv_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`.
+        v: `[total_q, num_kv_heads, v_head_dim]`.
+        keep_last: store only a sequence's last so many tokens; None for all.
+    """
+    size, taken = kv.block_size, 0
+    for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
+        first = max(seq_len - q_len, 0 if keep_last is None else seq_len - keep_last)
+        new = slice(taken + q_len - (seq_len - first), taken + q_len)
+        ids, dead = metadata.block_ids_cpu[row], metadata.first_blocks_cpu[row]
+        taken += q_len
+        if seq_len - first == 1:
+            block, offset = ids[first // size - dead], first % size
+            segment, index = block >> SEGMENT_BITS, block & SEGMENT_MASK
+            kv.k_segments[segment][index, :, offset] = k[new.start]
+            kv.v_segments[segment][index, :, offset] = v[new.start]
+        elif seq_len > first:
+            positions = torch.arange(first, seq_len)
+            blocks = torch.tensor(ids)[positions // size - dead]
+            for segment in set((blocks >> SEGMENT_BITS).tolist()):
+                here = blocks >> SEGMENT_BITS == segment
+                place = ((blocks[here] & SEGMENT_MASK).to(k.device), (positions[here] % size).to(k.device))
+                kv.k_segments[segment].transpose(1, 2)[place] = k[new][here.to(k.device)]
+                kv.v_segments[segment].transpose(1, 2)[place] = v[new][here.to(k.device)]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv: LayerKV,
+    metadata: AttentionMetadata,
+    softmax_scale: float,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of new queries over a filled cache that holds their keys already.
+
+    Args:
+        q: `[total_q, num_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`; `num_heads` is a multiple of
+            the key-value heads, neighbouring query heads share one.
+        softmax_scale: factor of `q k`.
+        logit_softcap: scores become `cap * tanh(score / cap)` before masking.
+        sinks: `[num_heads]`, for each head one more logit in the softmax's denominator.
+
+    Returns:
+        `[total_q, num_heads, v_head_dim]` in q's dtype. A query that sees nothing gives zeros.
+    """
+    outs, taken, window = [], 0, metadata.sliding_window
+    for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
+        queries = q[taken : taken + q_len].transpose(0, 1)[None]
+        taken += q_len
+        if q_len == 0:
+            continue
+        first = 0 if window is None else max(seq_len - q_len - window + 1, 0)
+        offset = metadata.first_blocks_cpu[row] * kv.block_size
+        keys, values = _read(kv, metadata.runs[row], first - offset, seq_len - offset)
+        out = attend(queries, keys[None], values[None], softmax_scale, window, logit_softcap, sinks)
+        outs.append(out[0].transpose(0, 1))
+    if not outs:
+        return q.new_empty(0, q.shape[1], kv.v_segments[0].shape[3])
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last tokens of equally long sequences over their keys; KV heads are not repeated.
+
+    Args:
+        q: `[batch, num_heads, q_len, k_head_dim]`, the queries of the last `q_len` tokens.
+        k: `[batch, num_kv_heads, kv_len, k_head_dim]`, of all tokens that any query sees.
+        v: `[batch, num_kv_heads, kv_len, v_head_dim]`.
+
+    Returns:
+        `[batch, num_heads, q_len, v_head_dim]`.
+    """
+    batch, num_heads, q_len, _ = q.shape
+    num_kv_heads, kv_len = k.shape[1:3]
+    group = num_heads // num_kv_heads
+    mask = _visible(q_len, kv_len, sliding_window, q.device)
+    if logit_softcap is not None or sinks is not None:
+        grouped = q.reshape(batch, num_kv_heads, group, q_len, -1)
+        scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * softmax_scale
+        return _softmax_by_hand(scores, v[:, :, None], mask, logit_softcap, sinks).flatten(1, 2).to(q.dtype)
+    if q_len == kv_len and (sliding_window is None or sliding_window >= kv_len):
+        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=q_len > 1, enable_gqa=group > 1)
+    rows = q.reshape(batch, num_kv_heads, group * q_len, -1)  # the queries of a KV head, one head after another
+    mask = None if mask is None else mask.repeat(group, 1)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=softmax_scale)
+    return out.reshape(batch, num_heads, q_len, -1)
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_lens: list[int],
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention within left-padded prompts that have nothing cached before them.
+
+    Args:
+        q: `[batch, num_heads, q_len, k_head_dim]`; k, v: the same with the key-value heads.
+        q_lens: real tokens of each row, at its end.
+
+    Returns:
+        `[batch, q_len, num_heads, v_head_dim]`, zeros at padding.
+    """
+    options = (softmax_scale, sliding_window, logit_softcap, sinks)
+    batch, num_heads, q_len, _ = q.shape
+    if all(n == q_len for n in q_lens):
+        return attend(q, k, v, *options).transpose(1, 2)
+    out = q.new_zeros(batch, q_len, num_heads, v.shape[-1])
+    for row, n in enumerate(q_lens):
+        if n:
+            one = (x[row : row + 1, :, q_len - n :] for x in (q, k, v))
+            out[row, q_len - n :] = attend(*one, *options)[0].transpose(0, 1)
+    return out
+
+
+def gather_kv(
+    kv: LayerKV,
+    block_ids: list[list[int]],
+    first_blocks: list[int],
+    padding: list[int],
+    first_column: int,
+    num_columns: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense keys and values of the columns `first_column` to `num_columns`, as a stock cache holds them.
+
+    Args:
+        block_ids: per sequence, its live blocks; `first_blocks` come before those and are gone.
+        padding: per sequence, leading columns that were not stored; they come back as zeros.
+
+    Returns:
+        `[batch, num_kv_heads, columns, k_head_dim]` and the same with `v_head_dim`.
+    """
+    shape = (len(block_ids), kv.num_kv_heads, num_columns - first_column)
+    keys = kv.k_segments[0].new_zeros(*shape, kv.k_segments[0].shape[3])
+    values = kv.v_segments[0].new_zeros(*shape, kv.v_segments[0].shape[3])
+    for row, ids in enumerate(block_ids):
+        offset = padding[row] + first_blocks[row] * kv.block_size  # the column of the first live token
+        start = max(first_column, offset)
+        if start < num_columns:
+            here = slice(start - first_column, None)
+            keys[row, :, here], values[row, :, here] = _read(kv, block_runs(ids), start - offset, num_columns - offset)
+    return keys, values
+
+
+def _read(
+    kv: LayerKV, runs: list[tuple[int, int, int]], start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `start` to `stop` of a sequence's live blocks, `[num_kv_heads, tokens, dim]`: a view if they lie in a row."""
+    sides = []
+    for segments in (kv.k_segments, kv.v_segments):
+        pieces = [segments[s][index : index + n].transpose(0, 1).flatten(1, 2) for s, index, n in runs]
+        side = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        sides.append(side[:, start:stop])
+    return sides[0], sides[1]
+
+
+def _visible(q_len: int, kv_len: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Bool `[q_len, kv_len]`: which keys the last `q_len` tokens see; None where that is all."""
+    if q_len == 1 and (sliding_window is None or sliding_window >= kv_len):
+        return None
+    query = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    key = torch.arange(kv_len, device=device)
+    mask = key <= query
+    return mask if sliding_window is None else mask & (key > query - sliding_window)
+
+
+def _softmax_by_hand(
+    scores: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    logit_softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Scores `[batch, num_kv_heads, group, q_len, kv_len]`, float32 -> output in v's dtype."""
+    if logit_softcap is not None:
+        scores = logit_softcap * torch.tanh(scores / logit_softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+    sink = sinks.float().view(1, scores.shape[1], scores.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1].to(v.dtype) @ v

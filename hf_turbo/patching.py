@@ -1,0 +1,183 @@
+"""`patch` and `unpatch`: give one model instance a faster class, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .cache.paged_cache import PagedCache
+from .config import TurboConfig
+from .generation.mixin import TurboGenerationMixin
+from .handle import PatchHandle
+from .modeling.attention import AttentionName, register
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_HANDLE = "_hf_turbo"
+
+
+def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Model:
+    """Makes `model.generate()` and pipelines run over a paged cache. Only this instance changes.
+
+    Args:
+        model: a Transformers decoder-only language model, or a PEFT model around one. Changed in place and
+            returned. One that can't be accelerated keeps working as it is; `report(model)` says why.
+        config: options; `options` by name go on top. Patching a patched model replaces its options.
+
+    Raises:
+        TypeError: not a Transformers model.
+        ValueError: the model can't generate, or an option is not allowed. Nothing has changed then.
+    """
+    turbo_config = TurboConfig.of(config, options)
+    target = _target(model)
+    if is_patched(target):
+        unpatch(target)
+    register()
+    handle = PatchHandle(turbo_config)
+    if reason := why_not(target):
+        handle.model_reason = reason
+        handle.step_aside(reason)
+    else:
+        handle.sliding_windows = _sliding_windows(target.config.get_text_config(decoder=True))
+        _take_over_attention(target, handle)
+    target.__dict__[_HANDLE] = handle
+    target.__class__ = patched_class(type(target))
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Gives back exactly what was there before `patch`. A model that isn't patched stays as it is."""
+    target = _target(model)
+    if is_patched(target):
+        handle: PatchHandle = target.__dict__.pop(_HANDLE)
+        target.__class__ = type(target)._hf_turbo_original_class
+        for module, name, value in reversed(handle.undo):
+            setattr(module, name, value)
+    return model
+
+
+@contextmanager
+def patched(model: Model, config: TurboConfig | None = None, **options: Any) -> Iterator[Model]:
+    """`patch` for the length of a `with` block."""
+    patch(model, config, **options)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def release(model: nn.Module) -> None:
+    """Gives back the memory of a patched model's cache blocks that nothing holds."""
+    handle_of(model).pool.release()
+
+
+def paged_cache(model: nn.Module) -> PagedCache:
+    """An empty cache for a loop of one's own: pass it as the model's cache, forward after forward.
+
+    Raises:
+        ValueError: the model isn't patched.
+        NotImplementedError: hf_turbo steps aside for this model.
+    """
+    handle = handle_of(model)
+    if handle.model_reason:
+        raise NotImplementedError(f"hf_turbo steps aside for this model: {handle.model_reason}")
+    return handle.new_cache()
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch` was called on this model."""
+    return _HANDLE in _target(model).__dict__
+
+
+def handle_of(model: nn.Module) -> PatchHandle:
+    """The handle of a patched model.
+
+    Raises:
+        ValueError: it isn't patched.
+    """
+    target = _target(model)
+    if _HANDLE not in target.__dict__:
+        raise ValueError("this model isn't patched; call hf_turbo.patch(model) first")
+    return target.__dict__[_HANDLE]
+
+
+@cache
+def patched_class(original: type) -> type:
+    """A subclass of `original` under the same name, with our mixin first."""
+    body = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_hf_turbo_original_class": original,
+    }
+    return type(original.__name__, (TurboGenerationMixin, original), body)
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why a model can't be accelerated at all; None if it can."""
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models keep two caches"
+    if not model._supports_attention_backend:
+        return "the model does not use Transformers' attention interface"
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "num_kv_shared_layers", None):
+        return "layers read the keys of other layers"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
+        config, "attention_chunk_size", None
+    ):
+        return "chunked attention"
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"layers with a {type(layer).__name__} (linear attention, convolution or an index) have other states"
+    return None
+
+
+def _take_over_attention(model: PreTrainedModel, handle: PatchHandle) -> None:
+    """Gives the model a config of its own, with our attention's name on the decoder's part.
+
+    The config object may be shared with another model, so it is copied and replaced wherever a module holds it.
+    """
+    own = copy.deepcopy(model.config)
+    replaced = dict(zip(map(id, _configs(model.config)), _configs(own), strict=True))
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in replaced:
+                handle.undo.append((module, name, value))
+                setattr(module, name, replaced[id(value)])
+    handle.decoder_config = own.get_text_config(decoder=True)
+    base = str(handle.decoder_config._attn_implementation or "eager")
+    handle.attention = AttentionName(base, handle.config.prompt_attention)
+    handle.decoder_config._attn_implementation_internal = handle.attention
+
+
+def _target(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model itself, out of what PEFT puts around it."""
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"a {type(model).__name__} is not a Transformers model")
+    if not model.can_generate():
+        raise ValueError(f"{type(model).__name__} can't generate; give the model with the language modelling head")
+    return model
+
+
+def _sliding_windows(config: PreTrainedConfig) -> list[int | None]:
+    layers = DynamicCache(config=config).layers
+    return [getattr(layer, "sliding_window", None) for layer in layers]
+
+
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and those inside it."""
+    found = [config]
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            found += _configs(inner)
+    return found

@@ -1,0 +1,79 @@
+"""`report(model)`: what is accelerated, what stepped aside and why, and how many blocks it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from .patching import handle_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """A patched model's state.
+
+    Args:
+        accelerated: per kind of layer, how.
+        stepped_aside: reasons, and how often each came up.
+        block_size: tokens a block.
+        blocks_total, blocks_in_use, blocks_shared, peak_blocks: over all groups of layers; a shared block has
+            several owners (beams, return sequences, copies of a cache).
+        kv_bytes, peak_kv_bytes: bytes of the blocks in use, now and at most; `pool_bytes`: of all blocks.
+        copied_blocks: shared blocks that were copied because a sequence went its own way.
+        caches: how many caches were made.
+    """
+
+    accelerated: dict[str, str]
+    stepped_aside: dict[str, int]
+    block_size: int
+    blocks_total: int
+    blocks_in_use: int
+    blocks_shared: int
+    peak_blocks: int
+    kv_bytes: int
+    peak_kv_bytes: int
+    pool_bytes: int
+    copied_blocks: int
+    caches: int
+
+    def __str__(self) -> str:
+        lines = [f"{kind}: {how}" for kind, how in self.accelerated.items()]
+        lines += [f"stepped aside ({n}x): {reason}" for reason, n in self.stepped_aside.items()]
+        lines += [
+            f"blocks of {self.block_size} tokens: {self.blocks_in_use} in use ({self.blocks_shared} shared), "
+            f"{self.peak_blocks} at most, {self.blocks_total} in the pool",
+            f"KV bytes: {self.kv_bytes:,} in use, {self.peak_kv_bytes:,} at most, {self.pool_bytes:,} in the pool",
+        ]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """What `patch` did to a model, and what its cache holds now.
+
+    Raises:
+        ValueError: the model isn't patched.
+    """
+    handle = handle_of(model)
+    groups = list(handle.pool.groups.values())
+    kinds = Counter(handle.sliding_windows)
+    accelerated = {_kind(window): f"{n} layers, paged" for window, n in kinds.items()}
+    return Report(
+        accelerated=accelerated,
+        stepped_aside=dict(handle.stepped_aside),
+        block_size=handle.config.block_size,
+        blocks_total=sum(g.manager.num_blocks for g in groups),
+        blocks_in_use=sum(g.manager.num_used for g in groups),
+        blocks_shared=sum(g.manager.num_shared for g in groups),
+        peak_blocks=sum(g.peak_blocks for g in groups),
+        kv_bytes=sum(g.manager.num_used * g.block_bytes for g in groups),
+        peak_kv_bytes=sum(g.peak_blocks * g.block_bytes for g in groups),
+        pool_bytes=sum(g.manager.num_blocks * g.block_bytes for g in groups),
+        copied_blocks=sum(g.copied_blocks for g in groups),
+        caches=handle.num_caches,
+    )
+
+
+def _kind(window: int | None) -> str:
+    return "full attention" if window is None else f"sliding window of {window}"
