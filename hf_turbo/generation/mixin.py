@@ -24,7 +24,9 @@ class TurboGenerationMixin:
         handle = self._hf_turbo
         given = model_kwargs.get(CACHE_NAME)
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if given is not None:
+        if handle.model_reason:
+            pass  # said when it was patched
+        elif given is not None:
             if isinstance(given, PagedCache):
                 _repeat_for_copies(given, model_kwargs, copies)
             else:
@@ -38,6 +40,22 @@ class TurboGenerationMixin:
                 model_kwargs[CACHE_NAME].activate_past_recording()
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own continuous batching, with the attention it had before patching."""
+        handle = self._hf_turbo
+        start = super().init_continuous_batching  # type: ignore[misc]
+        if handle.attention is None or handle.decoder_config is None or not handle.attention_is_ours():
+            return start(*args, **kwargs)
+        handle.step_aside("continuous batching runs over Transformers' own cache")
+        handle.decoder_config._attn_implementation_internal = handle.attention.base
+        try:
+            manager = start(*args, **kwargs)
+        except BaseException:
+            handle.decoder_config._attn_implementation_internal = handle.attention
+            raise
+        manager._original_attn_impl = handle.attention  # what it puts back when it stops
+        return manager
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles by way of the original class: the patched one exists in memory only."""

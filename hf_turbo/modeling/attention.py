@@ -7,9 +7,10 @@ stock cache, a 4D mask, ...) the model's own attention runs.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
 from ..ops import dispatch, prompt
 
 NAME = "hf_turbo"
+
+logger = logging.getLogger("hf_turbo")
 
 #: Arguments that reach an attention function without changing what it computes here.
 _HARMLESS = {
@@ -71,7 +74,7 @@ def attention_mask(
 ) -> Any:
     """A `ForwardPlan` when the keys are in a `PagedCache` and the mask is causal or a window; else the stock mask."""
     stock_mask = partial(
-        _stock_mask, config,
+        _stock_mask,
         batch_size=batch_size, q_length=q_length, kv_length=int(kv_length), q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, device=device, config=config, **kwargs,
@@ -113,23 +116,32 @@ def attention(
             f"{type(module).__name__} changes the keys after it has cached them, or reads another layer's, which "
             "hf_turbo does not follow; use hf_turbo.unpatch(model) and report the model"
         )
-    if layer is None or plan is None or dropout or _unusual(kwargs):
+
+    def stock() -> tuple[torch.Tensor, torch.Tensor | None]:
+        k, v, mask = key, value, attention_mask
         if layer is not None and layer.group.plan is not None:
-            key, value = layer.dense_of_plan(layer.group.plan, key, value)
-        mask = attention_mask if plan is None else plan.stock_mask()  # type: ignore[misc]
-        kwargs |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
-        return _stock_attention(module)(
-            module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+            k, v = layer.dense_of_plan(layer.group.plan, key, value)
+        if plan is not None and plan.stock_mask is not None:
+            mask = plan.stock_mask()
+        variants = {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
+        own = _stock_attention(module)
+        return own(module, query, k, v, mask, scaling=scaling, dropout=dropout, **variants, **kwargs)
+
+    if layer is None or plan is None or dropout or _unusual(kwargs):
+        return stock()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     metadata = plan.metadata.on(query.device)
     if metadata.is_fresh:
         out = prompt.attend_prompt(
             query, key, value, plan.pack, metadata, scale, softcap, s_aux, _name(module).prompt_attention
         )
-        layer.group.table.group.prompts_read_blocks = out is None
+        blocks = layer.group.table.group
         if out is not None:
+            blocks.prompts_read_blocks = bool(blocks.prompts_read_blocks)
             return (out if out.dim() == 4 else plan.unpack(out)), None
+        blocks.prompts_read_blocks = True
+        if plan.keep_last is not None:  # the prompt was not stored whole, as no layer had needed it so far
+            return stock()
     out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
     return plan.unpack(out), None
 
@@ -148,7 +160,16 @@ def _unusual(kwargs: dict[str, Any]) -> bool:
     """Whether an argument may change the result in a way that the kernels don't know."""
     if kwargs.get("is_causal") is False or kwargs.get("output_attentions"):
         return True
-    return any(name not in _HARMLESS and x is not None and not isinstance(x, bool) for name, x in kwargs.items())
+    for name, x in kwargs.items():
+        if name not in _HARMLESS and x is not None and not isinstance(x, bool):
+            _say_once(f"the attention argument {name} is not known; the model's own attention runs")
+            return True
+    return False
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("hf_turbo steps aside: %s", reason)
 
 
 def _name(module: torch.nn.Module) -> AttentionName:
@@ -160,7 +181,7 @@ def _stock_mask(config: Any, **kwargs: Any) -> Any:
     base = config._attn_implementation.base
     if base not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None  # as Transformers does for an implementation without a mask function
-    return ALL_MASK_ATTENTION_FUNCTIONS[base](**kwargs)
+    return ALL_MASK_ATTENTION_FUNCTIONS[base](config=config, **kwargs)
 
 
 def _stock_attention(module: torch.nn.Module) -> Callable[..., Any]:

@@ -1,36 +1,44 @@
 """Attention of packed queries over a paged KV cache (Triton): decode steps and prompt chunks in one op.
 
-The rows of one tile are query tokens times the query heads of one KV head, so each key is read once for its whole
-group. A sequence's keys are split over programs when there are too few (sequence, KV head) pairs to fill the
-device; each split writes a normalized output and its log-sum-exp, and a second kernel merges them. The grid
-depends on the batch, the heads and an upper bound of the lengths; everything else about length is read on the
-device, so a captured CUDA graph stays valid at every length.
+The rows of one tile are query tokens times the query heads of one KV head, so each key is read once for its
+whole group. A sequence's keys are split over programs when there are too few (sequence, KV head) pairs to
+fill the device; each split writes a normalized output and its log-sum-exp, and a second kernel merges them.
+The grid depends on the batch, the heads and an upper bound of the lengths; everything else about length is
+read on the device, so a captured CUDA graph stays valid at every length.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .attention_config import (
+    MIN_KEYS_PER_SPLIT,
+    AttentionConfig,
+    ceil_div,
+    choose_config,
+    choose_num_splits,
+    device_facts,
+    next_power_of_2,
+)
 from .metadata import AttentionMetadata, LayerKV
 from .store_kv import block_offset
 
-#: A split of fewer keys would cost more to merge than it saves.
-MIN_KEYS_PER_SPLIT = 128
-
 _LOG2E = tl.constexpr(math.log2(math.e))
+
+# Strides of the cache come as constants (block, head, row) of a model: their alignment is then known, and the
+# addresses need no multiplications. Signatures and launches are laid out by kind of argument.
+# fmt: off
 
 
 @triton.jit
 def _soft_cap(x, CAP: tl.constexpr, PRECISE: tl.constexpr):
-    """`CAP * tanh(x)`, through exp2: neither the interpreter nor every backend has a tanh."""
-    exp = tl.exp2(-2 * _LOG2E * tl.abs(x))
+    """`CAP * tanh(x)`, through exp2: Triton's tanh is a device library's, which its interpreter lacks."""
+    exp = tl.exp2(tl.abs(x) * (-2 * _LOG2E))
     tanh = (1 - exp) / (1 + exp)
     tanh = tl.where(x < 0, -tanh, tanh)
     if PRECISE:
@@ -38,26 +46,17 @@ def _soft_cap(x, CAP: tl.constexpr, PRECISE: tl.constexpr):
         x2 = x * x
         series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
         tanh = tl.where(tl.abs(x) < 0.25, series, tanh)
-    return CAP * tanh
+    return tanh * CAP
 
 
 @triton.jit
 def _locate_tile(
-    tile,
-    first_live,
-    end_live,
-    table_ptr,
-    segment_offsets_ptr,
-    STRIDE_KC_B: tl.constexpr,
-    STRIDE_KC_N: tl.constexpr,
-    STRIDE_VC_B: tl.constexpr,
-    STRIDE_VC_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    TILE: tl.constexpr,
+    tile, first_live, end_live, table_ptr, segment_offsets_ptr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Where a tile's keys and values are, int64 elements: two scalars (of its first row) if the tile lies in one
-    block, else two vectors (of each row). Of a tile past the end it is the first block, and nobody reads it.
+    """Where a tile's keys and values are, int64 elements: two scalars (of its first row) if a tile lies in
+    one block, else two vectors (of each row). For a tile past the end, the first block, which nobody reads.
     """
     if BLOCK_SIZE % TILE == 0:
         position = tile * TILE
@@ -67,83 +66,24 @@ def _locate_tile(
         found = (position >= first_live) & (position < end_live)
     block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=found, other=0)
     row = position % BLOCK_SIZE
-    k_base = block_offset(block_id, segment_offsets_ptr, STRIDE_KC_B, NUM_SEGMENTS) + row * STRIDE_KC_N
-    v_base = block_offset(block_id, segment_offsets_ptr + NUM_SEGMENTS, STRIDE_VC_B, NUM_SEGMENTS) + row * STRIDE_VC_N
-    return k_base, v_base
+    k_base = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], NUM_SEGMENTS)
+    v_base = block_offset(block_id, segment_offsets_ptr + NUM_SEGMENTS, V_STRIDES[0], NUM_SEGMENTS)
+    return k_base + row * K_STRIDES[2], v_base + row * V_STRIDES[2]
 
 
 @triton.jit
-def _attend_tile(
-    tile,
-    k_base,
-    v_base,
-    q,
-    acc,
-    row_max,
-    row_sum,
-    q_position,
-    first_live,
-    end_live,
-    scale,
-    k_ptr,
-    v_ptr,
-    STRIDE_KC_N: tl.constexpr,
-    STRIDE_VC_N: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+def _load_rows(
+    ptr, base, live, ROW_STRIDE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """One step of the online softmax: the keys and values at positions `[tile * TILE, (tile + 1) * TILE)`.
-
-    MASKED: some row does not see some of these positions, or some are outside `[first_live, end_live)`; their
-    slots are not read (they may be NaN, and 0 * NaN is NaN).
-    """
-    K_PAD: tl.constexpr = triton.next_power_of_2(K_DIM)
-    V_PAD: tl.constexpr = triton.next_power_of_2(V_DIM)
-    offs_n = tl.arange(0, TILE)
-    offs_k = tl.arange(0, K_PAD)
-    offs_v = tl.arange(0, V_PAD)
-    position = tile * TILE + offs_n
-    live = (position >= first_live) & (position < end_live)
-
+    """Loads `[TILE, DIM]`, padded to a power of two with zeros; if MASKED, zeros where rows are not live."""
+    DIM_PAD: tl.constexpr = triton.next_power_of_2(DIM)
+    offs_d = tl.arange(0, DIM_PAD)
     if BLOCK_SIZE % TILE == 0:
-        # All but a scalar of each address is loop-invariant.
-        k_ptrs = k_ptr + k_base + (offs_n * STRIDE_KC_N)[:, None] + offs_k[None, :]
-        v_ptrs = v_ptr + v_base + (offs_n * STRIDE_VC_N)[:, None] + offs_v[None, :]
+        # All but a scalar of each address is the same for every tile.
+        ptrs = ptr + base + (tl.arange(0, TILE) * ROW_STRIDE)[:, None] + offs_d[None, :]
     else:
-        k_ptrs = k_ptr + k_base[:, None] + offs_k[None, :]
-        v_ptrs = v_ptr + v_base[:, None] + offs_v[None, :]
-
-    k = _load_rows(k_ptrs, live, offs_k, K_DIM, K_PAD, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if SOFT_CAP > 0:
-        scores = _soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
-        scale = 1.0
-    if MASKED:
-        seen = live[None, :] & (position[None, :] <= q_position[:, None])
-        if WINDOW > 0:
-            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-    p = tl.exp2(scores * scale - shift[:, None])
-    rescale = tl.exp2(row_max - shift)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    acc = acc * rescale[:, None]
-    v = _load_rows(v_ptrs, live, offs_v, V_DIM, V_PAD, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, new_max, row_sum
-
-
-@triton.jit
-def _load_rows(ptrs, live, offs_d, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Loads a `[TILE, DIM_PAD]` tile, zeros in the padding and, if MASKED, in the rows that are not live."""
+        ptrs = ptr + base[:, None] + offs_d[None, :]
     if MASKED and DIM != DIM_PAD:
         return tl.load(ptrs, mask=live[:, None] & (offs_d < DIM)[None, :], other=0.0)
     elif MASKED:
@@ -154,45 +94,76 @@ def _load_rows(ptrs, live, offs_d, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MAS
         return tl.load(ptrs)
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_tb"])
+@triton.jit
+def _attend_tiles(
+    acc, row_max, row_sum, q, q_position, scale,
+    tile, num_tiles, jump_at, jump, first_live, end_live,
+    k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
+):
+    """The online softmax over `num_tiles` tiles of keys from `tile`, jumping over `jump` tiles at `jump_at`.
+
+    MASKED: some row does not see some of these positions, or some are outside `[first_live, end_live)`; the
+    slots of the latter are not read (they may be NaN, and 0 * NaN is NaN).
+    """
+    tile += tl.where(tile == jump_at, jump, 0)
+    k_base, v_base = _locate_tile(
+        tile, first_live, end_live, table_ptr, segment_offsets_ptr,
+        K_STRIDES, V_STRIDES, BLOCK_SIZE, NUM_SEGMENTS, TILE,
+    )
+    for _ in range(num_tiles):
+        position = tile * TILE + tl.arange(0, TILE)
+        live = (position >= first_live) & (position < end_live)
+        k = _load_rows(k_ptr, k_base, live, K_STRIDES[2], K_DIM, BLOCK_SIZE, TILE, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        factor = scale
+        if SOFT_CAP > 0:
+            scores = _soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
+            factor = 1.0
+        if MASKED:
+            seen = live[None, :] & (position[None, :] <= q_position[:, None])
+            if WINDOW > 0:
+                seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+
+        # The scale is positive, so it may wait until after the maximum and then fuse with the subtraction.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        p = tl.exp2(scores * factor - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        v = _load_rows(v_ptr, v_base, live, V_STRIDES[2], V_DIM, BLOCK_SIZE, TILE, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+
+        # The next tile is looked up here and not where it is used: the compiler would give each of two
+        # dependent loads a pipeline stage of its own, and one tile fewer would be in flight.
+        tile += 1
+        tile += tl.where(tile == jump_at, jump, 0)
+        k_base, v_base = _locate_tile(
+            tile, first_live, end_live, table_ptr, segment_offsets_ptr,
+            K_STRIDES, V_STRIDES, BLOCK_SIZE, NUM_SEGMENTS, TILE,
+        )
+    return acc, row_max, row_sum
+
+
+# Nothing is gained by compiling for the alignment of what is read entry by entry.
+@triton.jit(
+    do_not_specialize=["num_splits", "stride_tb"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "sinks_ptr"],
+)
 def _paged_attention_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    sinks_ptr,
-    segment_offsets_ptr,
-    block_tables_ptr,
-    seq_lens_ptr,
-    cu_seqlens_q_ptr,
-    softmax_scale,
-    num_splits,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
-    stride_tb,
-    STRIDE_KC_B: tl.constexpr,
-    STRIDE_KC_H: tl.constexpr,
-    STRIDE_KC_N: tl.constexpr,
-    STRIDE_VC_B: tl.constexpr,
-    STRIDE_VC_H: tl.constexpr,
-    STRIDE_VC_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,
-    PEEL: tl.constexpr,
-    PDL: tl.constexpr,
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+    softmax_scale, num_splits, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, PEEL: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_M rows of one sequence and KV head over one split of its keys.
 
@@ -204,13 +175,13 @@ def _paged_attention_kernel(
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
     split = tl.program_id(0) % num_splits
+    seq_len = tl.load(seq_lens_ptr + seq)
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     num_rows = (tl.load(cu_seqlens_q_ptr + seq + 1) - q_start) * GROUP
     # The last tile of a prompt sees the most keys: it starts first.
     row_tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0) // num_splits
     if row_tile < 0:
         return
-    seq_len = tl.load(seq_lens_ptr + seq)
 
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first_query = seq_len - num_rows // GROUP
@@ -224,7 +195,8 @@ def _paged_attention_kernel(
     offs_k = tl.arange(0, triton.next_power_of_2(K_DIM))
     offs_v = tl.arange(0, triton.next_power_of_2(V_DIM))
     q_mask = row_mask[:, None] & (offs_k < K_DIM)[None, :]
-    q = tl.load(q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_k[None, :], mask=q_mask, other=0.0)
+    q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_k[None, :]
+    q = tl.load(q_ptrs, mask=q_mask, other=0.0)
 
     # Positions that some row sees, the tiles that hold them, and this split's share of those tiles.
     first_live = 0
@@ -238,10 +210,7 @@ def _paged_attention_kernel(
         first_tile = first_tile + split * share
         end_tile = tl.minimum(first_tile + share, end_tile)
 
-    if SOFT_CAP > 0:
-        scale = softmax_scale / SOFT_CAP
-    else:
-        scale = softmax_scale * _LOG2E
+    scale = softmax_scale / SOFT_CAP if SOFT_CAP > 0 else softmax_scale * _LOG2E
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
@@ -252,59 +221,38 @@ def _paged_attention_kernel(
     acc = tl.zeros([BLOCK_M, triton.next_power_of_2(V_DIM)], tl.float32)
 
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_tb
-    k_ptr = k_cache_ptr + kv_head.to(tl.int64) * STRIDE_KC_H
-    v_ptr = v_cache_ptr + kv_head.to(tl.int64) * STRIDE_VC_H
+    k_ptr = k_cache_ptr + kv_head.to(tl.int64) * K_STRIDES[1]
+    v_ptr = v_cache_ptr + kv_head.to(tl.int64) * V_STRIDES[1]
 
-    # Tiles that every row sees in full need no mask. They go first; the order is free.
-    num_masked = end_tile - first_tile
     first_full = end_tile
     num_full = 0
     if PEEL:
+        # Tiles that every row sees in full need no mask. They go first; the order is free.
         first_full = first_tile
         if WINDOW > 0:
             first_full = tl.maximum(first_full, tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE))
             first_full = tl.minimum(first_full, end_tile)
         num_full = tl.maximum(tl.minimum((first_position + 1) // TILE, end_tile) - first_full, 0)
-        num_masked -= num_full
-        k_base, v_base = _locate_tile(
-            first_full, first_live, end_live, table_ptr, segment_offsets_ptr,
-            STRIDE_KC_B, STRIDE_KC_N, STRIDE_VC_B, STRIDE_VC_N, BLOCK_SIZE, NUM_SEGMENTS, TILE,
-        )  # fmt: skip
-        for tile in range(first_full, first_full + num_full):
-            acc, row_max, row_sum = _attend_tile(
-                tile, k_base, v_base, q, acc, row_max, row_sum, q_position, first_live, end_live, scale,
-                k_ptr, v_ptr, STRIDE_KC_N, STRIDE_VC_N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, MASKED=False,
-            )  # fmt: skip
-            k_base, v_base = _locate_tile(
-                tile + 1, first_live, end_live, table_ptr, segment_offsets_ptr,
-                STRIDE_KC_B, STRIDE_KC_N, STRIDE_VC_B, STRIDE_VC_N, BLOCK_SIZE, NUM_SEGMENTS, TILE,
-            )  # fmt: skip
-    tile = first_tile
-    if PEEL:
-        tile += tl.where(tile >= first_full, num_full, 0)
-    k_base, v_base = _locate_tile(
-        tile, first_live, end_live, table_ptr, segment_offsets_ptr,
-        STRIDE_KC_B, STRIDE_KC_N, STRIDE_VC_B, STRIDE_VC_N, BLOCK_SIZE, NUM_SEGMENTS, TILE,
-    )  # fmt: skip
-    for _ in range(num_masked):
-        acc, row_max, row_sum = _attend_tile(
-            tile, k_base, v_base, q, acc, row_max, row_sum, q_position, first_live, end_live, scale,
-            k_ptr, v_ptr, STRIDE_KC_N, STRIDE_VC_N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, MASKED=True,
-        )  # fmt: skip
-        tile += 1
-        if PEEL:
-            tile += tl.where(tile == first_full, num_full, 0)
-        k_base, v_base = _locate_tile(
-            tile, first_live, end_live, table_ptr, segment_offsets_ptr,
-            STRIDE_KC_B, STRIDE_KC_N, STRIDE_VC_B, STRIDE_VC_N, BLOCK_SIZE, NUM_SEGMENTS, TILE,
-        )  # fmt: skip
+        acc, row_max, row_sum = _attend_tiles(
+            acc, row_max, row_sum, q, q_position, scale, first_full, num_full, -1, 0,
+            first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
+            K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, NUM_SEGMENTS, WINDOW, SOFT_CAP, TILE,
+            MASKED=False,
+        )
+    num_masked = end_tile - first_tile - num_full
+    acc, row_max, row_sum = _attend_tiles(
+        acc, row_max, row_sum, q, q_position, scale, first_tile, num_masked, first_full, num_full,
+        first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
+        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, NUM_SEGMENTS, WINDOW, SOFT_CAP, TILE,
+        MASKED=True,
+    )
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_mask = row_mask[:, None] & (offs_v < V_DIM)[None, :]
     if SPLIT:
         partial_row = (token * (tl.num_programs(1) * GROUP) + head) * num_splits + split
         tl.store(lse_ptr + partial_row, row_max + tl.log2(row_sum), mask=row_mask)
-        # The merge does not read the partial output of a split whose log-sum-exp is -inf.
+        # The merge makes nothing of the partial output of a split whose log-sum-exp is -inf.
         if HAS_SINKS | (end_tile > first_tile):
             tl.store(partial_ptr + partial_row[:, None] * V_DIM + offs_v[None, :], acc, mask=out_mask)
     else:
@@ -314,15 +262,8 @@ def _paged_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    stride_ot,
-    stride_oh,
-    V_DIM: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, num_splits, stride_ot, stride_oh,
+    V_DIM: tl.constexpr, SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: one query token and head; the splits' outputs weighted by the exponential of their lse."""
     token = tl.program_id(0).to(tl.int64)
@@ -343,93 +284,18 @@ def _merge_splits_kernel(
         weight = tl.exp2(lse - shift)
         rescale = tl.exp2(lse_max - shift)
         partial_ptrs = partial_ptr + (first_row + split)[:, None] * V_DIM + offs_v[None, :]
-        # An empty split wrote no output.
-        partial = tl.load(partial_ptrs, mask=(weight > 0)[:, None] & v_mask[None, :], other=0.0)
+        # An empty split wrote no output. Read it anyway, so that this load need not wait for the other.
+        partial = tl.load(partial_ptrs, mask=(split < num_splits)[:, None] & v_mask[None, :], other=0.0)
+        partial = tl.where((weight > 0)[:, None], partial, 0.0)
         acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
         weight_sum = weight_sum * rescale + tl.sum(weight, 0)
         lse_max = new_max
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)
-    tl.store(out_ptr + token * stride_ot + head * stride_oh + offs_v, acc.to(out_ptr.dtype.element_ty), mask=v_mask)
+    out_ptrs = out_ptr + token * stride_ot + head * stride_oh + offs_v
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=v_mask)
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """How the kernel is compiled and spread over the device.
-
-    Args:
-        block_m: rows (query tokens times heads of a group) of a program; a power of two from 16.
-        tile: keys a step; a power of two from 16, independent of the block size.
-        num_warps, num_stages: Triton's.
-        peel: loop without masks over the tiles that every row sees in full: less arithmetic, twice the code.
-        programs_per_sm: how many programs the number of splits aims at.
-        num_splits: fixes the number of splits.
-        pdl: the merge starts while the last programs are still running (compute capability 9.0 and above).
-    """
-
-    block_m: int
-    tile: int
-    num_warps: int
-    num_stages: int
-    peel: bool = False
-    programs_per_sm: int = 2
-    num_splits: int | None = None
-    pdl: bool = False
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """What the choice of a configuration looks at: multiprocessors, capability, bytes of shared memory a block."""
-
-    num_sms: int
-    capability: int
-    shared_memory: int
-
-
-@lru_cache(maxsize=None)
-def device_facts(device: torch.device) -> DeviceFacts:
-    if device.type != "cuda":  # Triton's interpreter
-        return DeviceFacts(num_sms=4, capability=0, shared_memory=1 << 17)
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceFacts(
-        properties.multi_processor_count,
-        properties.major * 10 + properties.minor,
-        properties.shared_memory_per_block_optin,
-    )
-
-
-@lru_cache(maxsize=None)
-def choose_config(
-    rows: int, k_dim: int, v_dim: int, block_size: int, dtype: torch.dtype, facts: DeviceFacts
-) -> AttentionConfig:
-    """The table of configurations, by rows of a sequence (query tokens times group), head size and dtype."""
-    dim = max(triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim))
-    if dtype == torch.float32:
-        # Dots on the CUDA cores keep both operands in registers: small tiles, or they spill.
-        config = AttentionConfig(16, 32 if dim <= 128 else 16, 4, 2)
-    elif rows <= 64:
-        # Memory-bound: many bytes in flight, and masks for free.
-        tile = 128 if dim <= 64 else 64
-        config = AttentionConfig(max(16, triton.next_power_of_2(rows)), tile, 4, 3, pdl=facts.capability >= 90)
-    elif dim <= 128:
-        config = AttentionConfig(128, 64, 8 if facts.capability >= 90 else 4, 3, peel=True, programs_per_sm=1)
-    else:
-        config = AttentionConfig(64, 64 if facts.capability >= 90 else 32, 4, 2, peel=True, programs_per_sm=1)
-    return config
-
-
-@lru_cache(maxsize=4096)
-def choose_num_splits(programs: int, max_splits: int, slots: int) -> int:
-    """The fewest splits whose programs fill whole waves of `slots` to within a tenth of the best possible."""
-    if max_splits <= 1 or programs >= 4 * slots:
-        return 1
-
-    def filled(splits: int) -> float:
-        waves = programs * splits / slots
-        return waves / math.ceil(waves)
-
-    candidates = range(1, min(max_splits, triton.cdiv(2 * slots, programs)) + 1)
-    best = max(filled(splits) for splits in candidates)
-    return next(splits for splits in candidates if filled(splits) >= 0.9 * best)
+# fmt: on
 
 
 def paged_attention(
@@ -443,11 +309,11 @@ def paged_attention(
     *,
     config: AttentionConfig | None = None,
 ) -> torch.Tensor:
-    """Attends packed queries to the cached keys of their sequences (causal, with `metadata`'s sliding window).
+    """Attends packed queries to the cached keys of their sequences, causally, within any sliding window.
 
     Args:
-        q: `[total_q, num_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`, in the cache's dtype (fp32, fp16
-            or bf16); any strides with the last one 1. Its own keys must be stored already.
+        q: `[total_q, num_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`, in the cache's dtype (fp32,
+            fp16 or bf16); any strides with the last one 1. Its own keys must be stored already.
         kv: the layer's blocks.
         metadata: the geometry of this forward. A sequence may have no queries.
         softmax_scale: scores are `q.k * softmax_scale`.
@@ -466,7 +332,7 @@ def paged_attention(
     group, remainder = divmod(num_heads, num_kv_heads)
     if remainder or q.shape[2] != k_dim:
         raise ValueError(
-            f"q must be [total_q, a multiple of {num_kv_heads} heads, {k_dim}] for this cache, got {list(q.shape)}"
+            f"q must be [total_q, a multiple of {num_kv_heads}, {k_dim}] for this cache, got {list(q.shape)}"
         )
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(f"q must have the cache's dtype, got {q.dtype}, {k_cache.dtype} and {v_cache.dtype}")
@@ -489,12 +355,12 @@ def paged_attention(
 
     facts = device_facts(q.device)
     if config is None:
-        config = choose_config(rows, k_dim, v_dim, block_size, q.dtype, facts)
-    row_tiles = triton.cdiv(rows, config.block_m)
+        config = choose_config(rows, k_dim, v_dim, q.dtype, facts)
+    row_tiles = ceil_div(rows, config.block_m)
     num_splits = config.num_splits
     if num_splits is None:
         seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
-        max_splits = triton.cdiv(seen, MIN_KEYS_PER_SPLIT)
+        max_splits = ceil_div(seen, MIN_KEYS_PER_SPLIT)
         slots = facts.num_sms * config.programs_per_sm
         num_splits = choose_num_splits(row_tiles * num_kv_heads * num_seqs, max_splits, slots)
 
@@ -503,56 +369,24 @@ def paged_attention(
         lse = torch.empty(total_q, num_heads, num_splits, dtype=torch.float32, device=q.device)
     else:
         partial = lse = out
+    # fmt: off
     with torch.cuda.device_of(q):
         _paged_attention_kernel[(row_tiles * num_splits, num_kv_heads, num_seqs)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            partial,
-            lse,
-            sinks if sinks is not None else q,
-            kv.segment_offsets,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.cu_seqlens_q,
-            softmax_scale,
-            num_splits,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
+            q, k_cache, v_cache, out, partial, lse, q if sinks is None else sinks,
+            kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
+            softmax_scale, num_splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             metadata.block_tables.stride(0),
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            group,
-            k_dim,
-            v_dim,
-            block_size,
-            len(kv.k_segments),
-            metadata.sliding_window or 0,
-            logit_softcap or 0.0,
-            sinks is not None,
-            num_splits > 1,
-            config.block_m,
-            config.tile,
-            config.peel,
-            config.pdl and num_splits > 1,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            k_cache.stride()[:3], v_cache.stride()[:3], k_dim, v_dim,
+            block_size, len(kv.k_segments), metadata.sliding_window or 0, logit_softcap or 0.0,
+            group, sinks is not None, num_splits > 1,
+            config.block_m, config.tile, config.peel, config.pdl and num_splits > 1,
+            num_warps=config.num_warps, num_stages=config.num_stages,
         )
         if num_splits > 1:
             _merge_splits_kernel[(total_q, num_heads)](
-                partial,
-                lse,
-                out,
-                num_splits,
-                out.stride(0),
-                out.stride(1),
-                v_dim,
-                min(32, triton.next_power_of_2(num_splits)),
-                config.pdl,
-                num_warps=4,
-                launch_pdl=config.pdl,
+                partial, lse, out, num_splits, out.stride(0), out.stride(1),
+                v_dim, min(32, next_power_of_2(num_splits)), config.pdl,
+                num_warps=4, launch_pdl=config.pdl,
             )
+    # fmt: on
     return out

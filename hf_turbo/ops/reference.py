@@ -32,8 +32,8 @@ def store_kv(
         if seq_len - first == 1:
             block, offset = ids[first // size - dead], first % size
             segment, index = block >> SEGMENT_BITS, block & SEGMENT_MASK
-            kv.k_segments[segment][index, :, offset] = k[new.start]
-            kv.v_segments[segment][index, :, offset] = v[new.start]
+            kv.k_segments[segment].select(0, index).select(1, offset).copy_(k[new.start])
+            kv.v_segments[segment].select(0, index).select(1, offset).copy_(v[new.start])
         elif seq_len > first:
             positions = torch.arange(first, seq_len)
             blocks = torch.tensor(ids)[positions // size - dead]
@@ -66,15 +66,20 @@ def paged_attention(
     """
     outs, taken, window = [], 0, metadata.sliding_window
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
-        queries = q[taken : taken + q_len].transpose(0, 1)[None]
-        taken += q_len
         if q_len == 0:
             continue
         first = 0 if window is None else max(seq_len - q_len - window + 1, 0)
         offset = metadata.first_blocks_cpu[row] * kv.block_size
         keys, values = _read(kv, metadata.runs[row], first - offset, seq_len - offset)
-        out = attend(queries, keys[None], values[None], softmax_scale, window, logit_softcap, sinks)
-        outs.append(out[0].transpose(0, 1))
+        queries = q if len(q) == q_len else q[taken : taken + q_len]
+        taken += q_len
+        if q_len == 1:  # nothing to transpose: the step that a decode spends its time in
+            out = attend(queries.unsqueeze(2), keys, values, softmax_scale, None, logit_softcap, sinks)
+            outs.append(out.view(1, q.shape[1], -1))
+        else:
+            queries = queries.transpose(0, 1).unsqueeze(0)
+            out = attend(queries, keys, values, softmax_scale, window, logit_softcap, sinks)
+            outs.append(out[0].transpose(0, 1))
     if not outs:
         return q.new_empty(0, q.shape[1], kv.v_segments[0].shape[3])
     return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -171,19 +176,30 @@ def gather_kv(
         start = max(first_column, offset)
         if start < num_columns:
             here = slice(start - first_column, None)
-            keys[row, :, here], values[row, :, here] = _read(kv, block_runs(ids), start - offset, num_columns - offset)
+            k, v = _read(kv, block_runs(ids), start - offset, num_columns - offset)
+            keys[row, :, here], values[row, :, here] = k[0], v[0]
     return keys, values
 
 
 def _read(
     kv: LayerKV, runs: list[tuple[int, int, int]], start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `start` to `stop` of a sequence's live blocks, `[num_kv_heads, tokens, dim]`: a view if they lie in a row."""
+    """Tokens `start` to `stop` of a sequence's live blocks, `[1, num_kv_heads, tokens, dim]`.
+
+    A view if the blocks lie in a row and their tokens do, too.
+    """
     sides = []
     for segments in (kv.k_segments, kv.v_segments):
-        pieces = [segments[s][index : index + n].transpose(0, 1).flatten(1, 2) for s, index, n in runs]
-        side = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        sides.append(side[:, start:stop])
+        segment, index, _ = runs[0]
+        blocks = segments[segment]
+        num_heads, block_size, dim = blocks.shape[1:]
+        by_block, by_head, by_token, _ = blocks.stride()
+        if len(runs) == 1 and by_block == block_size * by_token:
+            place = blocks.storage_offset() + index * by_block + start * by_token
+            sides.append(blocks.as_strided((1, num_heads, stop - start, dim), (0, by_head, by_token, 1), place))
+        else:
+            pieces = [segments[s][i : i + n].transpose(0, 1).flatten(1, 2) for s, i, n in runs]
+            sides.append(torch.cat(pieces, dim=1)[None, :, start:stop])
     return sides[0], sides[1]
 
 

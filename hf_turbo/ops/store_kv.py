@@ -16,7 +16,7 @@ _SEGMENT_MASK = tl.constexpr(SEGMENT_MASK)
 def block_offset(block_id, segment_offsets_ptr, STRIDE: tl.constexpr, NUM_SEGMENTS: tl.constexpr):
     """Elements from the first segment's start to block `block_id`'s, int64; `block_id` any shape.
 
-    `segment_offsets_ptr` points at this tensor's row of `LayerKV.segment_offsets`; with one segment it is not read.
+    `segment_offsets_ptr` points at this tensor's row of `LayerKV.segment_offsets`; not read with one segment.
     """
     offset = (block_id & _SEGMENT_MASK).to(tl.int64) * STRIDE
     if NUM_SEGMENTS > 1:
@@ -25,34 +25,18 @@ def block_offset(block_id, segment_offsets_ptr, STRIDE: tl.constexpr, NUM_SEGMEN
     return offset
 
 
-@triton.jit(do_not_specialize=["stride_tb", "keep_last"])
+# Nothing is gained by compiling for the alignment of what is read entry by entry.
+@triton.jit(
+    do_not_specialize=["stride_tb", "keep_last"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
+)
 def _store_kv_kernel(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    segment_offsets_ptr,
-    block_tables_ptr,
-    seq_lens_ptr,
-    cu_seqlens_q_ptr,
-    keep_last,
-    stride_kt,
-    stride_kh,
-    stride_vt,
-    stride_vh,
-    stride_tb,
-    STRIDE_KC_B: tl.constexpr,
-    STRIDE_KC_H: tl.constexpr,
-    STRIDE_KC_N: tl.constexpr,
-    STRIDE_VC_B: tl.constexpr,
-    STRIDE_VC_H: tl.constexpr,
-    STRIDE_VC_N: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+    keep_last, stride_kt, stride_kh, stride_vt, stride_vh, stride_tb,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_T new tokens of one sequence, one KV head."""
     seq = tl.program_id(2)
     head = tl.program_id(1).to(tl.int64)
@@ -70,19 +54,19 @@ def _store_kv_kernel(
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_tb
     block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=stored, other=0)
     row = position % BLOCK_SIZE
-    k_offset = block_offset(block_id, segment_offsets_ptr, STRIDE_KC_B, NUM_SEGMENTS) + row * STRIDE_KC_N
-    v_offset = block_offset(block_id, segment_offsets_ptr + NUM_SEGMENTS, STRIDE_VC_B, NUM_SEGMENTS)
-    v_offset += row * STRIDE_VC_N
+    k_offset = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], NUM_SEGMENTS) + row * K_STRIDES[2]
+    v_offset = block_offset(block_id, segment_offsets_ptr + NUM_SEGMENTS, V_STRIDES[0], NUM_SEGMENTS)
+    v_offset += row * V_STRIDES[2]
 
     source_row = (q_start + token).to(tl.int64)
     k_dim = tl.arange(0, triton.next_power_of_2(K_DIM))
     k_mask = stored[:, None] & (k_dim < K_DIM)[None, :]
     k = tl.load(k_ptr + (source_row * stride_kt + head * stride_kh)[:, None] + k_dim[None, :], mask=k_mask)
-    tl.store(k_cache_ptr + (k_offset + head * STRIDE_KC_H)[:, None] + k_dim[None, :], k, mask=k_mask)
+    tl.store(k_cache_ptr + (k_offset + head * K_STRIDES[1])[:, None] + k_dim[None, :], k, mask=k_mask)
     v_dim = tl.arange(0, triton.next_power_of_2(V_DIM))
     v_mask = stored[:, None] & (v_dim < V_DIM)[None, :]
     v = tl.load(v_ptr + (source_row * stride_vt + head * stride_vh)[:, None] + v_dim[None, :], mask=v_mask)
-    tl.store(v_cache_ptr + (v_offset + head * STRIDE_VC_H)[:, None] + v_dim[None, :], v, mask=v_mask)
+    tl.store(v_cache_ptr + (v_offset + head * V_STRIDES[1])[:, None] + v_dim[None, :], v, mask=v_mask)
 
 
 def store_kv(
@@ -91,8 +75,8 @@ def store_kv(
     """Writes the new keys and values of one layer to their blocks.
 
     Token `j` of sequence `b` goes to position `seq_lens[b] - q_len[b] + j`: block
-    `block_tables[b, position // block_size]`, row `position % block_size`. A position below zero (a padding row
-    of a fixed-shape batch, whose `seq_lens` is 0) is not stored.
+    `block_tables[b, position // block_size]`, row `position % block_size`. A position below zero (a padding
+    row of a fixed-shape batch, whose `seq_lens` is 0) is not stored.
 
     Args:
         k: `[total_q, num_kv_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`, in the cache's dtype; any
@@ -108,8 +92,8 @@ def store_kv(
     v_dim = v_cache.shape[3]
     if k.shape[1:] != (num_kv_heads, k_dim) or v.shape[1:] != (num_kv_heads, v_dim):
         raise ValueError(
-            f"k and v must be [total_q, {num_kv_heads}, {k_dim}] and [total_q, {num_kv_heads}, {v_dim}] for this "
-            f"cache, got {list(k.shape)} and {list(v.shape)}"
+            f"k and v must be [total_q, {num_kv_heads}, {k_dim}] and [total_q, {num_kv_heads}, {v_dim}] "
+            f"for this cache, got {list(k.shape)} and {list(v.shape)}"
         )
     if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
         raise ValueError(f"k and v must have the cache's dtype {k_cache.dtype}, got {k.dtype} and {v.dtype}")
@@ -122,29 +106,15 @@ def store_kv(
         return
 
     # A decode step copies one row a head; in a prompt four warps move 32 rows by 16-byte accesses.
-    block_t = min(triton.next_power_of_2(max_seqlen_q), 32)
+    # (Plain arithmetic: Triton's own helpers take microseconds on the host.)
+    block_t = min(1 << (max_seqlen_q - 1).bit_length(), 32)
     with torch.cuda.device_of(k):
-        _store_kv_kernel[(triton.cdiv(max_seqlen_q, block_t), num_kv_heads, num_seqs)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            kv.segment_offsets,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.cu_seqlens_q,
+        _store_kv_kernel[(-(-max_seqlen_q // block_t), num_kv_heads, num_seqs)](
+            k, v, k_cache, v_cache,
+            kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
             2**30 if keep_last is None else keep_last,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            metadata.block_tables.stride(0),
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            k_dim,
-            v_dim,
-            block_size,
-            len(kv.k_segments),
-            block_t,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), metadata.block_tables.stride(0),
+            k_cache.stride()[:3], v_cache.stride()[:3], k_dim, v_dim,
+            block_size, len(kv.k_segments), block_t,
             num_warps=1 if block_t < 8 else 4,
-        )
+        )  # fmt: skip

@@ -1,0 +1,470 @@
+"""Times store_kv and paged_attention on a CUDA device, beside torch's SDPA in the same run.
+
+    python -m benchmarks.attention --out DIR [--sweep] [--quick] [--budget SECONDS]
+
+Every variant is checked before it is timed: its output starts as NaN and must match float32 attention. Times
+are medians over replays of a CUDA graph whose calls rotate among several KV sets, so that no set is still in
+the L2 cache when its turn comes again. `fraction_of_floor` is the bytes that must be moved over the bandwidth
+of a large copy (decode, store), or the operations over the rate of a large bf16 matrix product (prompt).
+
+Rows go to DIR/attention.jsonl; a table of the best variants comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import triton
+
+from hf_turbo.ops.attention_config import AttentionConfig, choose_config, device_facts
+from hf_turbo.ops.metadata import AttentionMetadata, LayerKV
+from hf_turbo.ops.paged_attention import paged_attention
+from hf_turbo.ops.store_kv import store_kv
+
+MIN_ROTATION_BYTES = 256 << 20  # several times the 60 MB of L2 of an H200
+ERROR_LIMIT = (
+    3e-2  # of an element, relative to its own size plus the root mean square of all: bf16 gives 1e-2
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`batch` sequences of `length` tokens, the last `q_len` of them queries."""
+
+    name: str
+    batch: int
+    length: int
+    q_len: int = 1
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    dim: int = 128
+    window: int | None = None
+    softcap: float | None = None
+    splits: tuple[int, ...] = ()  # to sweep
+
+    @property
+    def is_decode(self) -> bool:
+        return self.q_len == 1
+
+    @property
+    def bytes(self) -> int:
+        kv = self.batch * min(self.length, self.window or self.length) * self.num_kv_heads * 2 * self.dim
+        return 2 * (kv + 2 * self.batch * self.q_len * self.num_heads * self.dim)
+
+    @property
+    def flops(self) -> int:
+        window = self.window or self.length
+        pairs = sum(min(position + 1, window) for position in range(self.length - self.q_len, self.length))
+        return 4 * self.batch * self.num_heads * self.dim * pairs
+
+
+DECODE = [
+    Case("b32/l8192", 32, 8192, splits=(1, 2, 3, 4)),
+    Case("b1/l32768", 1, 32768, splits=(16, 24, 32, 33, 48, 64, 96)),
+    Case("b64/l1024", 64, 1024, splits=(1, 2, 3, 4)),
+    Case("b1/l1024", 1, 1024, splits=(4, 8, 16)),
+    Case("b1/l128", 1, 128, splits=(1, 2, 4)),
+    Case("b16/l8192", 16, 8192, splits=(1, 2, 3, 4, 6)),
+]
+PROMPT = [
+    Case("chunk2048/l10240", 1, 10240, q_len=2048),
+    Case("fresh8192", 1, 8192, q_len=8192),
+    Case("gemma/chunk2048/l10240", 1, 10240, q_len=2048, num_heads=16, dim=256, window=4096, softcap=50.0),
+]
+
+
+class Problem:
+    """The tensors of a case: a pool of permuted blocks, and as many sets of queries and tables as rotate."""
+
+    def __init__(self, case: Case, block_size: int):
+        self.case = case
+        torch.manual_seed(0)
+        device = torch.device("cuda")
+        num_sets = max(1, min(256, -(-MIN_ROTATION_BYTES // case.bytes))) if case.is_decode else 1
+        blocks = -(-case.length // block_size)
+        num_blocks = num_sets * case.batch * blocks
+        # K and V of a block in a row, as the cache lays them out.
+        pool = torch.empty(
+            num_blocks, 2, case.num_kv_heads, block_size, case.dim, device=device, dtype=torch.bfloat16
+        )
+        pool.normal_()
+        self.kv = LayerKV((pool[:, 0],), (pool[:, 1],), torch.zeros(2, 1, dtype=torch.int64, device=device))
+        tables = torch.randperm(num_blocks, device=device).int().view(num_sets, case.batch, blocks)
+        self.sets = []
+        for table in tables:
+            metadata = AttentionMetadata(
+                block_tables=table,
+                seq_lens=torch.full((case.batch,), case.length, dtype=torch.int32, device=device),
+                cu_seqlens_q=torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.q_len,
+                max_seqlen_q=case.q_len,
+                max_seqlen_k=case.length,
+                sliding_window=case.window,
+            )
+            q = torch.randn(
+                case.batch * case.q_len, case.num_heads, case.dim, device=device, dtype=torch.bfloat16
+            )
+            self.sets.append((q, metadata))
+        self.out = torch.empty_like(self.sets[0][0])
+        self.reference = self._reference()
+
+    def dense(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Contiguous `[batch, num_kv_heads, length, dim]` keys and values of one set."""
+        table = self.sets[index][1].block_tables.long()
+        result = []
+        for pool in (self.kv.k_segments[0], self.kv.v_segments[0]):
+            x = pool[table].transpose(2, 3).flatten(1, 2)[:, : self.case.length]
+            result.append(x.transpose(1, 2).contiguous())
+        return tuple(result)
+
+    def _reference(self) -> torch.Tensor:
+        case = self.case
+        keys, values = self.dense(0)
+        q = self.sets[0][0].view(case.batch, case.q_len, case.num_kv_heads, -1, case.dim)
+        out = torch.empty_like(q)
+        for b in range(case.batch):
+            for h in range(case.num_kv_heads):
+                for start in range(0, case.q_len, 1024):  # bounds the memory of the scores
+                    rows = slice(start, start + 1024)
+                    scores = (
+                        torch.einsum("qgd,kd->gqk", q[b, rows, h].float(), keys[b, h].float())
+                        * case.dim**-0.5
+                    )
+                    if case.softcap is not None:
+                        scores = case.softcap * torch.tanh(scores / case.softcap)
+                    key_position = torch.arange(case.length, device=q.device)
+                    position = torch.arange(case.length - case.q_len, case.length, device=q.device)[
+                        rows, None
+                    ]
+                    seen = (key_position <= position) & (
+                        key_position > position - (case.window or case.length)
+                    )
+                    weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+                    out[b, rows, h] = torch.einsum("gqk,kd->qgd", weights, values[b, h].float()).to(out.dtype)
+        return out.view_as(self.out)
+
+    def ours(self, config: AttentionConfig | None):
+        def call(index: int) -> torch.Tensor:
+            q, metadata = self.sets[index]
+            return paged_attention(
+                q, self.kv, metadata, self.case.dim**-0.5, self.case.softcap, out=self.out, config=config
+            )
+
+        return call
+
+    def sdpa(self):
+        """Torch's attention over contiguous keys: SDPA, or FlashAttention-2's varlen form for a chunk."""
+        case = self.case
+        if case.window or case.softcap:
+            return None
+        dense = [self.dense(i) for i in range(len(self.sets))]
+        if case.is_decode or case.q_len == case.length:
+
+            def call(index: int) -> torch.Tensor:
+                q = self.sets[index][0].view(case.batch, case.q_len, case.num_heads, case.dim).transpose(1, 2)
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, *dense[index], is_causal=not case.is_decode, enable_gqa=True
+                )
+                return out.transpose(1, 2).reshape_as(self.out)
+
+            return call
+        packed = [[x.transpose(1, 2).flatten(0, 1).contiguous() for x in kv] for kv in dense]
+        cu_seqlens_k = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.length
+
+        def call_varlen(index: int) -> torch.Tensor:
+            q, metadata = self.sets[index]
+            return torch.ops.aten._flash_attention_forward(
+                q,
+                *packed[index],
+                metadata.cu_seqlens_q,
+                cu_seqlens_k,
+                case.q_len,
+                case.length,
+                0.0,
+                True,
+                False,
+            )[0]
+
+        return call_varlen
+
+
+def graph_us(call, num_sets: int, replays: int = 15, graph_ms: float = 4.0) -> float:
+    """Median microseconds of one call, in a graph of calls that rotate among the sets."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for index in range(min(num_sets, 2)):
+            call(index)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call(0)
+        end.record()
+        end.synchronize()
+        rounds = max(1, min(50, int(graph_ms / max(start.elapsed_time(end), 0.005) / num_sets)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for index in range(num_sets):
+                    call(index)
+        times = []
+        for _ in range(replays + 3):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return 1000 * statistics.median(times[3:]) / (rounds * num_sets)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large device copy, counting those read and those written."""
+    x = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / (graph_us(lambda _: y.copy_(x), 1) * 1e-6)
+
+
+def matmul_rate() -> float:
+    """Floating-point operations a second of a large bf16 matrix product of random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / (graph_us(lambda _: a @ b, 1) * 1e-6)
+
+
+def commit() -> str:
+    try:
+        result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() or "unknown"
+
+
+class Run:
+    """Writes rows, remembers the best of each case, and watches the clock."""
+
+    def __init__(self, out: Path, budget: float):
+        out.mkdir(parents=True, exist_ok=True)
+        self.path = out / "attention.jsonl"
+        self.path.unlink(missing_ok=True)
+        self.start = time.monotonic()
+        self.budget = budget
+        self.versions = {"torch": torch.__version__, "triton": triton.__version__, "hf_turbo": commit()}
+        self.device = torch.cuda.get_device_name()
+        self.bandwidth = copy_bandwidth()
+        self.flop_rate = matmul_rate()
+        rates = f"copy {self.bandwidth / 1e12:.3f} TB/s, matmul {self.flop_rate / 1e12:.0f} TFLOP/s"
+        print(f"{self.device}: {rates}", flush=True)
+        self.rows: list[dict] = []
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    @property
+    def expired(self) -> bool:
+        return self.elapsed > self.budget
+
+    def write(
+        self, case: str, variant: str, us: float | None, num_bytes: int, floor_us: float, **more
+    ) -> dict:
+        row = {
+            "bench": "attention",
+            "case": case,
+            "variant": variant,
+            "device": self.device,
+            "versions": self.versions,
+        }
+        row |= {"us": us, "bytes": num_bytes, "fraction_of_floor": us and floor_us / us, **more}
+        self.rows.append(row)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        detail = f"{us:9.2f} us  {row['fraction_of_floor']:.3f}" if us else f"failed: {more['error']}"
+        print(f"{self.elapsed:4.0f} s  {case:38} {variant:8} {detail}  {more.get('config', '')}", flush=True)
+        return row
+
+    def measure(self, problem: Problem, block_size: int, variant: str, call, config=None) -> float | None:
+        """Checks and times one variant; a failure is a row too."""
+        case = problem.case
+        name = f"{case.name}/h{case.num_heads}-{case.num_kv_heads}-{case.dim}/bf16"
+        floor_us = 1e6 * (case.bytes / self.bandwidth if case.is_decode else case.flops / self.flop_rate)
+        more = {"block_size": block_size, "config": config and dataclasses.asdict(config)}
+        try:
+            problem.out.fill_(float("nan"))
+            reference = problem.reference.float()
+            error = (call(0).float() - reference).abs()
+            more["max_error"] = error.max().item()
+            relative = (error / (reference.abs() + reference.square().mean().sqrt())).max().item()
+            if not relative < ERROR_LIMIT:  # NaN too
+                raise ArithmeticError(f"the result is off by {relative} of its size")
+            us = graph_us(call, len(problem.sets))
+        except Exception as failure:  # one bad configuration must not end the sweep
+            torch.cuda.synchronize()
+            self.write(name, variant, None, case.bytes, floor_us, **more, error=repr(failure)[:300])
+            return None
+        self.write(name, variant, us, case.bytes, floor_us, **more)
+        return us
+
+    def best_of(self, problem: Problem, block_size: int, configs) -> AttentionConfig | None:
+        """Measures configurations while there is time; returns the fastest."""
+        results = []
+        for config in configs:
+            if self.expired:
+                break
+            us = self.measure(problem, block_size, "ours", problem.ours(config), config)
+            if us is not None:
+                results.append((us, config))
+        return min(results, key=lambda result: result[0])[1] if results else None
+
+    def table(self) -> None:
+        """The best variant of each case and block size, beside torch."""
+        best: dict[tuple, dict] = {}
+        for row in self.rows:
+            key = (row["case"], row.get("block_size"), row["variant"])
+            if row["us"] and (key not in best or row["us"] < best[key]["us"]):
+                best[key] = row
+        print(f"\n{'case':40} {'block':>5} {'variant':8} {'us':>9} {'floor':>6} {'error':>8}  configuration")
+        for (case, block_size, variant), row in sorted(best.items(), key=lambda item: str(item[0])):
+            config = row.get("config") or {}
+            short = " ".join(f"{k}={v}" for k, v in config.items() if v is not None)
+            error = row.get("max_error")
+            print(
+                f"{case:40} {block_size or '':>5} {variant:8} {row['us']:9.2f} "
+                f"{row['fraction_of_floor']:6.3f} {'' if error is None else format(error, '.1e'):>8}  {short}"
+            )
+        failed = sum(row["us"] is None for row in self.rows)
+        print(f"{len(self.rows)} rows, {failed} failed{', out of time' if self.expired else ''}")
+
+
+def table_config(case: Case) -> AttentionConfig:
+    group = case.num_heads // case.num_kv_heads
+    return choose_config(
+        case.q_len * group, case.dim, case.dim, torch.bfloat16, device_facts(torch.device("cuda", 0))
+    )
+
+
+def decode_configs(block_size: int, base: AttentionConfig) -> list[AttentionConfig]:
+    """Tiles, warps and stages to try; blocks other than 64 get fewer."""
+    shapes = {
+        16: [(64, 4, 2), (64, 4, 4), (32, 4, 4), (64, 8, 3), (128, 4, 3)],
+        32: [(64, 4, 4), (32, 4, 3), (32, 4, 5), (32, 2, 4)],
+        64: [
+            (64, 4, 2), (64, 4, 4), (64, 4, 5), (64, 2, 3), (64, 2, 4), (64, 8, 3), (64, 8, 4),
+            (32, 4, 3), (32, 4, 5), (32, 2, 3), (32, 2, 5), (32, 1, 4), (128, 8, 3),
+        ],
+        128: [(64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
+    }  # fmt: skip
+    configs = [dataclasses.replace(base, tile=t, num_warps=w, num_stages=s) for t, w, s in shapes[block_size]]
+    return [base, *configs]
+
+
+def prompt_configs(case: Case, base: AttentionConfig) -> list[AttentionConfig]:
+    shapes = {
+        128: [
+            (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3),
+            (128, 64, 4, 2), (128, 32, 8, 3),
+        ],
+        256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 3)],
+    }  # fmt: skip
+    return [base] + [
+        dataclasses.replace(base, block_m=m, tile=t, num_warps=w, num_stages=s)
+        for m, t, w, s in shapes[case.dim]
+    ]
+
+
+def run_decode(run: Run, cases: list[Case], block_sizes: list[int], sweep: bool) -> None:
+    for block_size in block_sizes:
+        # The other block sizes answer one question, what they cost, on the long and the large case.
+        for case in cases if block_size == 64 else cases[:3]:
+            if run.expired:
+                return
+            problem = Problem(case, block_size)
+            if block_size == 64:
+                run.measure(problem, block_size, "sdpa", problem.sdpa())
+            base = table_config(case)
+            best = run.best_of(problem, block_size, decode_configs(block_size, base) if sweep else [base])
+            if sweep and best and block_size == 64:
+                splits = [dataclasses.replace(best, num_splits=n) for n in case.splits]
+                best = run.best_of(problem, block_size, splits) or best
+                run.best_of(problem, block_size, [dataclasses.replace(best, pdl=not best.pdl)])
+
+
+def run_prompt(run: Run, cases: list[Case], sweep: bool) -> None:
+    for case in cases:
+        if run.expired:
+            return
+        problem = Problem(case, 64)
+        if peer := problem.sdpa():
+            run.measure(problem, 64, "flash2", peer)
+        base = table_config(case)
+        best = run.best_of(problem, 64, prompt_configs(case, base) if sweep else [base])
+        if sweep and best:
+            run.best_of(problem, 64, [dataclasses.replace(best, peel=not best.peel)])
+            problem = Problem(case, 16)
+            run.measure(problem, 16, "ours", problem.ours(best), best)
+
+
+def new_keys(case: Case) -> list[torch.Tensor]:
+    shape = (case.batch * case.q_len, case.num_kv_heads, case.dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+
+def run_store(run: Run, case: Case) -> None:
+    """The cache write of a decode step or a prompt."""
+    problem = Problem(case, 64)
+    k, v = new_keys(case)
+    us = graph_us(lambda _: store_kv(k, v, problem.kv, problem.sets[0][1]), 1)
+    num_bytes = 4 * k.nbytes
+    run.write(case.name, "ours", us, num_bytes, 1e6 * num_bytes / run.bandwidth)
+
+
+def run_host(run: Run, case: Case) -> None:
+    """What a decode call costs the host when nothing is captured."""
+    problem = Problem(case, 64)
+    k, v = new_keys(case)
+    functions = {
+        "host/paged_attention": problem.ours(None),
+        "host/store_kv": lambda index: store_kv(k, v, problem.kv, problem.sets[index][1]),
+    }
+    for name, function in functions.items():
+        function(0)
+        times = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                function(0)
+            times.append((time.perf_counter() - start) / 20)
+        run.write(name, "ours", 1e6 * statistics.median(times), 0, 0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for attention.jsonl")
+    parser.add_argument("--sweep", action="store_true", help="try many configurations, not only the table's")
+    parser.add_argument(
+        "--quick", action="store_true", help="three decode cases and one prompt, blocks of 64"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=330.0, help="seconds after which no new variant starts"
+    )
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    run = Run(arguments.out, arguments.budget)
+    run_host(run, Case("host", 1, 1024))
+    run_store(run, Case("store/b64", 64, 1024))
+    run_store(run, Case("store/prompt8192", 1, 8192, q_len=8192))
+    run_decode(run, DECODE[:3] if arguments.quick else DECODE, [64], arguments.sweep)
+    run_prompt(run, PROMPT[:1] if arguments.quick else PROMPT, arguments.sweep)
+    if not arguments.quick:
+        run_decode(run, DECODE, [16, 128, 32], arguments.sweep)
+    run.table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How the paged attention kernel is compiled and spread over a device: a static table, by simple facts.
+
+(Triton's autotuner needs a device and takes time at the first call of every shape, and its choice would
+change the last bits of a result from run to run.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+
+#: A split of fewer keys would cost more to merge than it saves.
+MIN_KEYS_PER_SPLIT = 128
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    # Triton's own, and its cdiv, take microseconds on the host.
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How the kernel is compiled and spread over the device.
+
+    Args:
+        block_m: rows (query tokens times heads of a group) of a program; a power of two from 16.
+        tile: keys a step; a power of two from 16, independent of the block size.
+        num_warps, num_stages: Triton's.
+        peel: loop without masks over the tiles that every row sees in full: less arithmetic, twice the code.
+        programs_per_sm: how many programs the number of splits aims at.
+        num_splits: fixes the number of splits.
+        pdl: the merge starts while the last programs are still running (compute capability 9.0 and above).
+    """
+
+    block_m: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    peel: bool = False
+    programs_per_sm: int = 2
+    num_splits: int | None = None
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the choice looks at: multiprocessors, compute capability (times 10), shared memory of a block."""
+
+    num_sms: int
+    capability: int
+    shared_memory: int
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    if device.type != "cuda":  # Triton's interpreter
+        return DeviceFacts(num_sms=4, capability=0, shared_memory=1 << 17)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
+        properties.multi_processor_count,
+        properties.major * 10 + properties.minor,
+        properties.shared_memory_per_block_optin,
+    )
+
+
+@cache
+def choose_config(
+    rows: int, k_dim: int, v_dim: int, dtype: torch.dtype, facts: DeviceFacts
+) -> AttentionConfig:
+    """The table, by rows of a sequence (query tokens times heads of a group), head size, dtype and device."""
+    k_pad, v_pad = next_power_of_2(k_dim), next_power_of_2(v_dim)
+    dim = max(k_pad, v_pad)
+    hopper = facts.capability // 10 == 9
+    if dtype == torch.float32:
+        # Dots on the CUDA cores hold their operands in registers: small tiles over many warps, or they spill.
+        config = AttentionConfig(block_m=16, tile=32 if dim <= 128 else 16, num_warps=8, num_stages=2)
+    elif rows <= 64:
+        # Bound by memory: a tile of about 32 KB, two in flight, and masks for free.
+        config = AttentionConfig(
+            block_m=max(16, next_power_of_2(rows)),
+            tile=max(32, min(128, 8192 // dim)),
+            num_warps=4,
+            num_stages=3,
+            pdl=facts.capability >= 90,
+        )
+    elif dim <= 128:
+        config = AttentionConfig(
+            block_m=128, tile=64 if hopper else 32, num_warps=8, num_stages=3, peel=True, programs_per_sm=1
+        )
+    else:
+        config = AttentionConfig(
+            block_m=128 if hopper else 64, tile=32, num_warps=8, num_stages=2, peel=True, programs_per_sm=1
+        )
+
+    def shared_memory() -> int:
+        return dtype.itemsize * (config.block_m * k_pad + config.num_stages * config.tile * (k_pad + v_pad))
+
+    while shared_memory() > facts.shared_memory and config.num_stages > 2:
+        config = replace(config, num_stages=config.num_stages - 1)
+    while shared_memory() > facts.shared_memory and config.block_m > 16:
+        config = replace(config, block_m=config.block_m // 2)
+    return config
+
+
+@lru_cache(maxsize=4096)
+def choose_num_splits(programs: int, max_splits: int, slots: int) -> int:
+    """The fewest splits whose programs fill whole waves of `slots` to within a twentieth of the best."""
+    if max_splits <= 1 or programs >= 4 * slots:
+        return 1
+
+    def filled(splits: int) -> float:
+        waves = programs * splits / slots
+        return waves / math.ceil(waves)
+
+    candidates = range(1, min(max_splits, ceil_div(2 * slots, programs)) + 1)
+    best = max(filled(splits) for splits in candidates)
+    return next(splits for splits in candidates if filled(splits) >= 0.95 * best)

@@ -1,0 +1,248 @@
+import dataclasses
+
+import pytest
+import torch
+from oracle import allowed_error, expected, make_case
+
+from hf_turbo.ops.attention_config import AttentionConfig, choose_num_splits
+from hf_turbo.ops.paged_attention import paged_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = AttentionConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
+PEELED = dataclasses.replace(SMALL, peel=True)
+SPLIT = dataclasses.replace(SMALL, num_splits=3)
+
+
+def check(case, config=None):
+    """Runs the op into a NaN-filled output and compares it with float64."""
+    out = torch.full((case.q.shape[0], case.q.shape[1], case.values[0].shape[2]), torch.nan).to(case.q)
+    result = paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=config)
+    assert result is out
+    assert not out.isnan().any()
+    error = (out.double() - expected(case)).abs().max().item()
+    assert error <= allowed_error(case), f"error {error:.2e}, allowed {allowed_error(case):.2e}"
+    return out
+
+
+CONFIGS = pytest.mark.parametrize("config", [SMALL, PEELED, SPLIT], ids=["plain", "peeled", "split"])
+
+
+@CONFIGS
+@pytest.mark.parametrize("block_size", [8, 16, 48, 64])
+def test_decode(config, block_size):
+    case = make_case([1, 1, 1], [1, 37, 64], block_size=block_size, num_segments=2, device=DEVICE)
+    check(case, config)
+
+
+@CONFIGS
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_prompt_chunks(config, block_size):
+    """Ragged chunks over filled caches, a sequence without queries, and a fresh one, in one launch."""
+    case = make_case([9, 0, 1, 21], [40, 7, 18, 21], block_size=block_size, num_segments=3, device=DEVICE)
+    check(case, config)
+
+
+@CONFIGS
+@pytest.mark.parametrize("window", [1, 5, 20, 100])
+def test_sliding_window(config, window):
+    case = make_case(
+        [12, 1, 1], [45, 50, 3], block_size=8, sliding_window=window, num_segments=2, device=DEVICE
+    )
+    check(case, config)
+
+
+@CONFIGS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_soft_cap(config, dtype):
+    case = make_case([3, 1], [20, 33], logit_softcap=1.5, dtype=dtype, device=DEVICE)
+    check(case, config)
+
+
+def test_soft_cap_of_small_scores_keeps_fp32():
+    """A cap far above the scores changes little, and must not cost precision."""
+    case = make_case([4], [20], logit_softcap=50.0, device=DEVICE)
+    check(case, SMALL)
+
+
+@CONFIGS
+def test_sinks(config):
+    case = make_case([3, 1, 1], [20, 33, 1], sinks=True, device=DEVICE)
+    check(case, config)
+
+
+@CONFIGS
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing_are_zero(config, sinks):
+    """The padding sequences of a fixed-shape batch: one query, a length of zero."""
+    case = make_case([1, 1], [20, 16], sinks=sinks, num_segments=2, device=DEVICE)
+    case.metadata.seq_lens[1] = case.metadata.seq_lens_cpu[1] = 0
+    case.metadata.block_tables[1] = (1 << 31) - 1
+    out = torch.full_like(case.q, torch.nan)
+    paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=config)
+    assert (out[1] == 0).all()
+    error = (out[0].double() - expected(case)[0]).abs().max().item()
+    assert error <= allowed_error(case)
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(3, 3), (6, 2), (7, 1), (40, 2)])
+def test_groups(num_heads, num_kv_heads):
+    case = make_case([2, 5], [17, 20], num_heads=num_heads, num_kv_heads=num_kv_heads, device=DEVICE)
+    check(case, SMALL)
+
+
+@pytest.mark.parametrize("dims", [(40, 40), (72, 72), (96, 96), (192, 128), (32, 64), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_head_sizes(dims, dtype):
+    case = make_case([2], [19], k_dim=dims[0], v_dim=dims[1], dtype=dtype, num_segments=2, device=DEVICE)
+    check(case, SPLIT)
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd", "gaps"])
+def test_layouts_and_strided_arguments(layout):
+    case = make_case([2, 3], [17, 20], layout=layout, strided_q=True, num_segments=2, v_dim=48, device=DEVICE)
+    check(case, SMALL)
+    wide = torch.full((5, 9, 64), torch.nan, device=DEVICE)
+    out = wide[:, 2:6, 8:56]
+    paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=SPLIT)
+    assert (out.double() - expected(case)).abs().max().item() <= allowed_error(case)
+    wide[:, 2:6, 8:56] = torch.nan
+    assert wide.isnan().all()
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 192])
+@pytest.mark.parametrize("tile", [32, 64])
+def test_tiles_smaller_and_larger_than_blocks(block_size, tile):
+    case = make_case([1, 6], [200, 70], block_size=block_size, num_segments=2, device=DEVICE)
+    check(case, dataclasses.replace(PEELED, tile=tile, num_splits=2))
+
+
+def test_everything_at_once():
+    case = make_case(
+        [20, 1, 0, 7],
+        [70, 33, 12, 7],
+        num_heads=6,
+        k_dim=40,
+        v_dim=24,
+        block_size=24,
+        num_segments=3,
+        layout="gaps",
+        sliding_window=18,
+        logit_softcap=2.0,
+        sinks=True,
+        strided_q=True,
+        device=DEVICE,
+    )
+    check(case, dataclasses.replace(PEELED, num_splits=2))
+    check(case)
+
+
+def test_upper_bound_of_lengths_changes_nothing():
+    """A captured graph keeps the bound of its capture: the grid is for that, the lengths are the device's."""
+    case = make_case([1, 1], [40, 3], max_seqlen_k=4096, device=DEVICE)
+    check(case)
+
+
+def test_many_splits_of_a_short_sequence():
+    case = make_case([1], [70], device=DEVICE)
+    check(case, dataclasses.replace(SMALL, num_splits=67))
+
+
+def test_no_queries():
+    case = make_case([0, 0], [4, 5], device=DEVICE)
+    assert paged_attention(case.q, case.kv, case.metadata, 1.0).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize(
+    "programs, max_splits, slots, splits",
+    [
+        (512, 8, 264, 1),
+        (256, 64, 264, 1),
+        (8, 256, 264, 32),
+        (8, 8, 264, 8),
+        (160, 64, 264, 3),
+        (8, 1, 264, 1),
+    ],
+)
+def test_choice_of_splits(programs, max_splits, slots, splits):
+    assert choose_num_splits(programs, max_splits, slots) == splits
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": torch.zeros(1, 4, 16)}, "q must be"),
+        ({"q": torch.zeros(1, 5, 32)}, "q must be"),
+        ({"q": torch.zeros(1, 4, 32, dtype=torch.float16)}, "dtype"),
+        ({"q": torch.zeros(1, 32, 4).transpose(1, 2)}, "stride 1"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be positive"),
+        ({"sinks": torch.zeros(3)}, "sinks must be"),
+        ({"out": torch.zeros(1, 4, 16)}, "out must be"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    case = make_case([1], [4])
+    arguments = {"q": case.q, "softmax_scale": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        paged_attention(kv=case.kv, metadata=case.metadata, **arguments)
+
+
+REAL = [
+    {"q_lens": [1] * 4, "seq_lens": [1, 700, 4096, 5000]},
+    {"q_lens": [1], "seq_lens": [32768]},
+    {"q_lens": [1] * 3, "seq_lens": [900, 129, 2049], "sliding_window": 512, "sinks": True},
+    {"q_lens": [300, 1, 0, 1024], "seq_lens": [2000, 700, 5, 1024]},
+    {"q_lens": [300, 1, 600], "seq_lens": [2000, 4700, 1624], "sliding_window": 512, "logit_softcap": 50.0},
+    {"q_lens": [8] * 5, "seq_lens": [100, 2000, 333, 8, 4096]},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [(32, 8, 128, 128), (16, 8, 256, 256), (32, 32, 80, 80), (14, 2, 64, 64), (16, 16, 192, 128)]
+)
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("lengths", REAL, ids=str)
+def test_real_sizes(dtype, shape, block_size, lengths):
+    """The table's own configurations."""
+    num_heads, num_kv_heads, k_dim, v_dim = shape
+    case = make_case(
+        **lengths,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        block_size=block_size,
+        dtype=dtype,
+        num_segments=2,
+        strided_q=True,
+        device=DEVICE,
+    )
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+def test_captured_graph_is_valid_at_every_length():
+    long = make_case(
+        [1, 1], [3000, 4096], num_heads=32, num_kv_heads=8, k_dim=128, dtype=torch.bfloat16, device=DEVICE
+    )
+    out = torch.full_like(long.q, torch.nan)
+    paged_attention(long.q, long.kv, long.metadata, **long.arguments, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(long.q, long.kv, long.metadata, **long.arguments, out=out)
+    for lengths in ([1, 17], [0, 4096], [3000, 2000]):
+        long.metadata.seq_lens.copy_(torch.tensor(lengths))
+        out.fill_(torch.nan)
+        graph.replay()
+        short = dataclasses.replace(long)
+        short.keys = [k[:n] for k, n in zip(long.keys, lengths, strict=True)]
+        short.values = [v[:n] for v, n in zip(long.values, lengths, strict=True)]
+        for b, n in enumerate(lengths):
+            if n == 0:
+                assert (out[b] == 0).all()
+                short.keys[b], short.values[b] = long.keys[b][:1], torch.zeros_like(long.values[b][:1])
+        assert (out.double() - expected(short)).abs().max().item() <= allowed_error(short)
