@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -29,9 +30,7 @@ from hf_turbo.ops.paged_attention import paged_attention
 from hf_turbo.ops.store_kv import store_kv
 
 MIN_ROTATION_BYTES = 256 << 20  # several times the 60 MB of L2 of an H200
-ERROR_LIMIT = (
-    3e-2  # of an element, relative to its own size plus the root mean square of all: bf16 gives 1e-2
-)
+ERROR_LIMIT = 3e-2  # of an element, relative to its size plus the root mean square of its row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +71,24 @@ DECODE = [
     Case("b1/l1024", 1, 1024, splits=(4, 8, 16)),
     Case("b1/l128", 1, 128, splits=(1, 2, 4)),
     Case("b16/l8192", 16, 8192, splits=(1, 2, 3, 4, 6)),
+    Case("b8/l8192", 8, 8192, splits=(3, 4, 6, 8)),
+    Case("b64/l4096", 64, 4096, splits=(1, 2)),
+    Case("b128/l1024", 128, 1024, splits=(1, 2)),
+    Case("b256/l512", 256, 512, splits=(1, 2)),
+    Case("b32/l8192/window1024", 32, 8192, window=1024, splits=(1, 2)),
+    Case("b32/l4096/h32-32-64", 32, 4096, num_kv_heads=32, dim=64),
+    Case("b32/l4096/h32-32-80", 32, 4096, num_kv_heads=32, dim=80),
+    Case("b32/l4096/h16-8-256", 32, 4096, num_heads=16, dim=256),
 ]
 PROMPT = [
     Case("chunk2048/l10240", 1, 10240, q_len=2048),
     Case("fresh8192", 1, 8192, q_len=8192),
     Case("gemma/chunk2048/l10240", 1, 10240, q_len=2048, num_heads=16, dim=256, window=4096, softcap=50.0),
 ]
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 class Problem:
@@ -91,10 +102,7 @@ class Problem:
         blocks = -(-case.length // block_size)
         num_blocks = num_sets * case.batch * blocks
         # K and V of a block in a row, as the cache lays them out.
-        pool = torch.empty(
-            num_blocks, 2, case.num_kv_heads, block_size, case.dim, device=device, dtype=torch.bfloat16
-        )
-        pool.normal_()
+        pool = random(num_blocks, 2, case.num_kv_heads, block_size, case.dim)
         self.kv = LayerKV((pool[:, 0],), (pool[:, 1],), torch.zeros(2, 1, dtype=torch.int64, device=device))
         tables = torch.randperm(num_blocks, device=device).int().view(num_sets, case.batch, blocks)
         self.sets = []
@@ -107,10 +115,7 @@ class Problem:
                 max_seqlen_k=case.length,
                 sliding_window=case.window,
             )
-            q = torch.randn(
-                case.batch * case.q_len, case.num_heads, case.dim, device=device, dtype=torch.bfloat16
-            )
-            self.sets.append((q, metadata))
+            self.sets.append((random(case.batch * case.q_len, case.num_heads, case.dim), metadata))
         self.out = torch.empty_like(self.sets[0][0])
         self.reference = self._reference()
 
@@ -124,29 +129,23 @@ class Problem:
         return tuple(result)
 
     def _reference(self) -> torch.Tensor:
+        """Float32 attention of the first set, a head and at most 1024 queries at a time."""
         case = self.case
-        keys, values = self.dense(0)
-        q = self.sets[0][0].view(case.batch, case.q_len, case.num_kv_heads, -1, case.dim)
+        keys, values = (x.float() for x in self.dense(0))
+        q = self.sets[0][0].view(case.batch, case.q_len, case.num_kv_heads, -1, case.dim).float()
         out = torch.empty_like(q)
-        for b in range(case.batch):
-            for h in range(case.num_kv_heads):
-                for start in range(0, case.q_len, 1024):  # bounds the memory of the scores
-                    rows = slice(start, start + 1024)
-                    scores = (
-                        torch.einsum("qgd,kd->gqk", q[b, rows, h].float(), keys[b, h].float())
-                        * case.dim**-0.5
-                    )
-                    if case.softcap is not None:
-                        scores = case.softcap * torch.tanh(scores / case.softcap)
-                    key_position = torch.arange(case.length, device=q.device)
-                    position = torch.arange(case.length - case.q_len, case.length, device=q.device)[
-                        rows, None
-                    ]
-                    seen = (key_position <= position) & (
-                        key_position > position - (case.window or case.length)
-                    )
-                    weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
-                    out[b, rows, h] = torch.einsum("gqk,kd->qgd", weights, values[b, h].float()).to(out.dtype)
+        key = torch.arange(case.length, device=q.device)
+        for b, h, start in itertools.product(
+            range(case.batch), range(case.num_kv_heads), range(0, case.q_len, 1024)
+        ):
+            rows = slice(start, start + 1024)
+            scores = torch.einsum("qgd,kd->gqk", q[b, rows, h], keys[b, h]) * case.dim**-0.5
+            if case.softcap is not None:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            query = key[case.length - case.q_len :][rows, None]
+            seen = (key <= query) & (key > query - (case.window or case.length))
+            weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+            out[b, rows, h] = torch.einsum("gqk,kd->qgd", weights, values[b, h])
         return out.view_as(self.out)
 
     def ours(self, config: AttentionConfig | None):
@@ -179,17 +178,9 @@ class Problem:
 
         def call_varlen(index: int) -> torch.Tensor:
             q, metadata = self.sets[index]
-            return torch.ops.aten._flash_attention_forward(
-                q,
-                *packed[index],
-                metadata.cu_seqlens_q,
-                cu_seqlens_k,
-                case.q_len,
-                case.length,
-                0.0,
-                True,
-                False,
-            )[0]
+            lengths = (metadata.cu_seqlens_q, cu_seqlens_k, case.q_len, case.length)
+            # No dropout, causal, no debug mask.
+            return torch.ops.aten._flash_attention_forward(q, *packed[index], *lengths, 0.0, True, False)[0]
 
         return call_varlen
 
@@ -197,6 +188,7 @@ class Problem:
 def graph_us(call, num_sets: int, replays: int = 15, graph_ms: float = 4.0) -> float:
     """Median microseconds of one call, in a graph of calls that rotate among the sets."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for index in range(min(num_sets, 2)):
             call(index)
@@ -222,15 +214,26 @@ def graph_us(call, num_sets: int, replays: int = 15, graph_ms: float = 4.0) -> f
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large device copy, counting those read and those written."""
-    x = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
+    """Bytes a second of a large device copy, counting those read and those written.
+
+    Not in a graph: a copy node there may go to a slower copy engine.
+    """
+    x = torch.randint(2**30, (1 << 30,), dtype=torch.int32, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.nbytes / (graph_us(lambda _: y.copy_(x), 1) * 1e-6)
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        y.copy_(x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * x.nbytes / (statistics.median(times) * 1e-3)
 
 
 def matmul_rate() -> float:
     """Floating-point operations a second of a large bf16 matrix product of random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = random(2, 8192, 8192)
     return 2 * 8192**3 / (graph_us(lambda _: a @ b, 1) * 1e-6)
 
 
@@ -251,12 +254,11 @@ class Run:
         self.path.unlink(missing_ok=True)
         self.start = time.monotonic()
         self.budget = budget
-        self.versions = {"torch": torch.__version__, "triton": triton.__version__, "hf_turbo": commit()}
-        self.device = torch.cuda.get_device_name()
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "hf_turbo": commit()}
+        self.environment = {"device": torch.cuda.get_device_name(), "versions": versions}
         self.bandwidth = copy_bandwidth()
         self.flop_rate = matmul_rate()
-        rates = f"copy {self.bandwidth / 1e12:.3f} TB/s, matmul {self.flop_rate / 1e12:.0f} TFLOP/s"
-        print(f"{self.device}: {rates}", flush=True)
+        print(f"copy {self.bandwidth / 1e12:.3f} TB/s, matmul {self.flop_rate / 1e12:.0f} TFLOP/s")
         self.rows: list[dict] = []
 
     @property
@@ -267,23 +269,14 @@ class Run:
     def expired(self) -> bool:
         return self.elapsed > self.budget
 
-    def write(
-        self, case: str, variant: str, us: float | None, num_bytes: int, floor_us: float, **more
-    ) -> dict:
-        row = {
-            "bench": "attention",
-            "case": case,
-            "variant": variant,
-            "device": self.device,
-            "versions": self.versions,
-        }
-        row |= {"us": us, "bytes": num_bytes, "fraction_of_floor": us and floor_us / us, **more}
+    def write(self, case: str, variant: str, us: float | None, size: int, floor_us: float, **more) -> None:
+        row = {"bench": "attention", "case": case, "variant": variant, **self.environment}
+        row |= {"us": us, "bytes": size, "fraction_of_floor": us and floor_us / us, **more}
         self.rows.append(row)
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         detail = f"{us:9.2f} us  {row['fraction_of_floor']:.3f}" if us else f"failed: {more['error']}"
         print(f"{self.elapsed:4.0f} s  {case:38} {variant:8} {detail}  {more.get('config', '')}", flush=True)
-        return row
 
     def measure(self, problem: Problem, block_size: int, variant: str, call, config=None) -> float | None:
         """Checks and times one variant; a failure is a row too."""
@@ -293,10 +286,11 @@ class Run:
         more = {"block_size": block_size, "config": config and dataclasses.asdict(config)}
         try:
             problem.out.fill_(float("nan"))
-            reference = problem.reference.float()
+            reference = problem.reference
             error = (call(0).float() - reference).abs()
             more["max_error"] = error.max().item()
-            relative = (error / (reference.abs() + reference.square().mean().sqrt())).max().item()
+            size = reference.abs() + reference.square().mean(-1, keepdim=True).sqrt()
+            relative = (error / size).max().item()
             if not relative < ERROR_LIMIT:  # NaN too
                 raise ArithmeticError(f"the result is off by {relative} of its size")
             us = graph_us(call, len(problem.sets))
@@ -314,9 +308,8 @@ class Run:
             if self.expired:
                 break
             us = self.measure(problem, block_size, "ours", problem.ours(config), config)
-            if us is not None:
-                results.append((us, config))
-        return min(results, key=lambda result: result[0])[1] if results else None
+            results.append((us or float("inf"), config))
+        return min(results, key=lambda result: result[0], default=(0, None))[1]
 
     def table(self) -> None:
         """The best variant of each case and block size, beside torch."""
@@ -339,22 +332,22 @@ class Run:
 
 
 def table_config(case: Case) -> AttentionConfig:
-    group = case.num_heads // case.num_kv_heads
-    return choose_config(
-        case.q_len * group, case.dim, case.dim, torch.bfloat16, device_facts(torch.device("cuda", 0))
-    )
+    rows = case.q_len * case.num_heads // case.num_kv_heads
+    facts = device_facts(torch.device("cuda", 0))
+    programs = case.batch * case.num_kv_heads
+    return choose_config(rows, programs, case.dim, case.dim, torch.bfloat16, facts)
 
 
 def decode_configs(block_size: int, base: AttentionConfig) -> list[AttentionConfig]:
     """Tiles, warps and stages to try; blocks other than 64 get fewer."""
     shapes = {
-        16: [(64, 4, 2), (64, 4, 4), (32, 4, 4), (64, 8, 3), (128, 4, 3)],
-        32: [(64, 4, 4), (32, 4, 3), (32, 4, 5), (32, 2, 4)],
+        16: [(64, 4, 2), (64, 4, 3), (64, 2, 3), (32, 4, 3), (32, 2, 3)],
+        32: [(64, 4, 3), (32, 4, 3), (32, 2, 3), (32, 2, 4)],
         64: [
-            (64, 4, 2), (64, 4, 4), (64, 4, 5), (64, 2, 3), (64, 2, 4), (64, 8, 3), (64, 8, 4),
-            (32, 4, 3), (32, 4, 5), (32, 2, 3), (32, 2, 5), (32, 1, 4), (128, 8, 3),
+            (64, 4, 3), (64, 4, 4), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3), (32, 2, 4),
+            (128, 4, 3), (128, 8, 3),
         ],
-        128: [(64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
+        128: [(64, 4, 3), (32, 2, 3), (128, 8, 2)],
     }  # fmt: skip
     configs = [dataclasses.replace(base, tile=t, num_warps=w, num_stages=s) for t, w, s in shapes[block_size]]
     return [base, *configs]
@@ -363,15 +356,13 @@ def decode_configs(block_size: int, base: AttentionConfig) -> list[AttentionConf
 def prompt_configs(case: Case, base: AttentionConfig) -> list[AttentionConfig]:
     shapes = {
         128: [
-            (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3),
-            (128, 64, 4, 2), (128, 32, 8, 3),
+            (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2),
+            (64, 32, 4, 4), (128, 64, 8, 4),
         ],
         256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 3)],
     }  # fmt: skip
-    return [base] + [
-        dataclasses.replace(base, block_m=m, tile=t, num_warps=w, num_stages=s)
-        for m, t, w, s in shapes[case.dim]
-    ]
+    names = ("block_m", "tile", "num_warps", "num_stages")
+    return [base, *(dataclasses.replace(base, **dict(zip(names, s, strict=True))) for s in shapes[case.dim])]
 
 
 def run_decode(run: Run, cases: list[Case], block_sizes: list[int], sweep: bool) -> None:
@@ -381,14 +372,13 @@ def run_decode(run: Run, cases: list[Case], block_sizes: list[int], sweep: bool)
             if run.expired:
                 return
             problem = Problem(case, block_size)
-            if block_size == 64:
-                run.measure(problem, block_size, "sdpa", problem.sdpa())
+            if block_size == 64 and (peer := problem.sdpa()):
+                run.measure(problem, block_size, "sdpa", peer)
             base = table_config(case)
             best = run.best_of(problem, block_size, decode_configs(block_size, base) if sweep else [base])
             if sweep and best and block_size == 64:
                 splits = [dataclasses.replace(best, num_splits=n) for n in case.splits]
-                best = run.best_of(problem, block_size, splits) or best
-                run.best_of(problem, block_size, [dataclasses.replace(best, pdl=not best.pdl)])
+                run.best_of(problem, block_size, splits)
 
 
 def run_prompt(run: Run, cases: list[Case], sweep: bool) -> None:
@@ -403,18 +393,13 @@ def run_prompt(run: Run, cases: list[Case], sweep: bool) -> None:
         if sweep and best:
             run.best_of(problem, 64, [dataclasses.replace(best, peel=not best.peel)])
             problem = Problem(case, 16)
-            run.measure(problem, 16, "ours", problem.ours(best), best)
-
-
-def new_keys(case: Case) -> list[torch.Tensor]:
-    shape = (case.batch * case.q_len, case.num_kv_heads, case.dim)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+            run.best_of(problem, 16, [base, best, dataclasses.replace(base, block_m=128, num_warps=8)])
 
 
 def run_store(run: Run, case: Case) -> None:
     """The cache write of a decode step or a prompt."""
     problem = Problem(case, 64)
-    k, v = new_keys(case)
+    k, v = random(2, case.batch * case.q_len, case.num_kv_heads, case.dim)
     us = graph_us(lambda _: store_kv(k, v, problem.kv, problem.sets[0][1]), 1)
     num_bytes = 4 * k.nbytes
     run.write(case.name, "ours", us, num_bytes, 1e6 * num_bytes / run.bandwidth)
@@ -423,7 +408,7 @@ def run_store(run: Run, case: Case) -> None:
 def run_host(run: Run, case: Case) -> None:
     """What a decode call costs the host when nothing is captured."""
     problem = Problem(case, 64)
-    k, v = new_keys(case)
+    k, v = random(2, case.batch * case.q_len, case.num_kv_heads, case.dim)
     functions = {
         "host/paged_attention": problem.ours(None),
         "host/store_kv": lambda index: store_kv(k, v, problem.kv, problem.sets[index][1]),
@@ -441,17 +426,11 @@ def run_host(run: Run, case: Case) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.jsonl")
     parser.add_argument("--sweep", action="store_true", help="try many configurations, not only the table's")
-    parser.add_argument(
-        "--quick", action="store_true", help="three decode cases and one prompt, blocks of 64"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=330.0, help="seconds after which no new variant starts"
-    )
+    parser.add_argument("--quick", action="store_true", help="three decode cases, one prompt, blocks of 64")
+    parser.add_argument("--budget", type=float, default=330.0, help="no new variant after so many seconds")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

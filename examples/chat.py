@@ -10,7 +10,6 @@ status is 1 if the texts differ; in bf16 (on a GPU) if they part where the two b
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
 
     def tokens_per_s(self, prompt_length: int) -> float:
-        return (self.tokens.shape[-1] - prompt_length) / statistics.median(self.seconds)
+        return (self.tokens.shape[-1] - prompt_length) / min(self.seconds)
 
 
 def main() -> int:
@@ -55,7 +54,8 @@ def main() -> int:
     prompt_length = inputs["input_ids"].shape[1]
     console.print(
         f"{folder.name}, {str(dtype).removeprefix('torch.')} on {device_name(device)}, "
-        f"{prompt_length} prompt tokens, torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{prompt_length} prompt tokens, torch {torch.__version__}, transformers {transformers.__version__}",
+        soft_wrap=True,
     )
 
     # The two answers, as they come.
@@ -113,7 +113,7 @@ def measure(
 
 def table_of(stock: dict[str, Outcome], turbo: dict[str, Outcome], prompt_length: int, rounds: int) -> Table:
     caption = (
-        f"tokens/s: new tokens over the whole call, prompt included; median of {rounds}. KV: at the end."
+        f"tokens/s: new tokens over the whole call, prompt included; best of {rounds}. KV: at the end."
     )
     table = Table(title="unpatched → patched", caption=caption)
     table.add_column("")
@@ -164,7 +164,8 @@ def synchronize(device: torch.device) -> None:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{device} ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def parse_arguments() -> argparse.Namespace:

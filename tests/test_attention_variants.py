@@ -110,7 +110,8 @@ def test_p05_unknown_argument_is_not_ignored(monkeypatch):
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", spy)
     cache = hf_turbo.paged_cache(model)
     parts = [
-        forward(model, ids, cache, attention_bias_of_tomorrow=torch.ones(1)).logits for ids in IDS.split([12, 1, 17], 1)
+        forward(model, ids, cache, attention_bias_of_tomorrow=torch.ones(1)).logits
+        for ids in IDS.split([12, 1, 17], 1)
     ]
     assert len(seen) == 3 * 2 and all(x is not None for x in seen)
     torch.testing.assert_close(torch.cat(parts, 1), forward(stock, IDS).logits, atol=1e-4, rtol=1e-4)
@@ -123,14 +124,18 @@ BLOCK_SIZES = [8, 16, 48, 64, 192, 256]
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_p06_head_and_block_sizes(head_dim):
     """A text that crosses the end of a block of each size, in a prompt, a chunk and single steps."""
-    options = dict(head_dim=head_dim, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512)
+    options = dict(
+        head_dim=head_dim, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512
+    )
     stock, ids = build("llama", **options), prompt(1, 264)
     expected = forward(stock, ids).logits
     model = build("llama", **options)
     for block_size in BLOCK_SIZES:
         hf_turbo.patch(model, block_size=block_size)
         cache = hf_turbo.paged_cache(model)
-        logits = [forward(model, part, cache).logits for part in ids.split([63, 2, 126, 1, 1, 62, 1, 8], dim=1)]
+        logits = [
+            forward(model, part, cache).logits for part in ids.split([63, 2, 126, 1, 1, 62, 1, 8], dim=1)
+        ]
         torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-3, rtol=1e-3)
         assert cache.num_blocks == -(-264 // block_size)
 
@@ -156,7 +161,9 @@ def test_p06_illegal_option_leaves_the_old_patch():
 def test_p06_missing_flash_attn_is_an_error_where_asked_for(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "flash_attn" else find_spec(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "flash_attn" else find_spec(name, *rest),
     )
     model = build("llama")
     with pytest.raises(ImportError, match="flash-attn"):

@@ -95,7 +95,9 @@ def test_c03_return_sequences(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize("options", [dict(do_sample=True, num_return_sequences=4), dict(num_beams=4)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=True, num_return_sequences=4), dict(num_beams=4)], ids=str
+)
 def test_c03_given_cache_of_fewer_rows(name, options):
     """A cache of 2 rows goes into a call that makes 8: it is widened, sharing its blocks."""
     stock, model = pair(name, 4)
@@ -187,7 +189,9 @@ def test_c07_without_the_window_is_wrong(name, monkeypatch):
     expected = generate(stock, prompt(1, 20), 2, output_logits=True).logits
     attend = reference.attend
     monkeypatch.setattr(
-        reference, "attend", lambda q, k, v, scale, window=None, *others: attend(q, k, v, scale, None, *others)
+        reference,
+        "attend",
+        lambda q, k, v, scale, window=None, *others: attend(q, k, v, scale, None, *others),
     )
     got = generate(model, prompt(1, 20), 2, output_logits=True).logits
     for mine, theirs in zip(got, expected, strict=True):
@@ -229,7 +233,9 @@ def test_c08_poison_would_show(monkeypatch):
     assert not torch.stack(logits).isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_beams=4), dict(do_sample=True, num_return_sequences=3)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_beams=4), dict(do_sample=True, num_return_sequences=3)], ids=str
+)
 def test_c08_pool_is_used_again(options):
     _, model = twins("gemma2")
     generate(model, prompt(2, 40), 16, **options)
@@ -270,7 +276,9 @@ def test_c10_chunks_by_hand(name):
     batch = ragged(3, 17, 33)
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     real = batch["attention_mask"].bool()
-    expected = forward(stock, batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions)
+    expected = forward(
+        stock, batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions
+    )
     for chunk in CHUNKS:
         cache, parts = hf_turbo.paged_cache(model), []
         for start in range(0, 33, chunk):

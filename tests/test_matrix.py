@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from generate_cases import CASES, NEW_TOKENS, PLAIN, run
+from generate_cases import CASES, NEW_TOKENS, PLAIN, RAGGED, run
 from tiny_models import ACCELERATED, COMMON, ZOO, build, build_without, expectation, in_this_transformers
 
 import hf_turbo
@@ -136,12 +136,13 @@ def test_report(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo_is_telling(name):
     """The texts compared above vary, and are not decided by ties."""
-    stock = lab(name).stock
-    output = run(stock, PLAIN, output_logits=True)
-    best, second = torch.stack(output.logits, dim=1).topk(2, dim=-1).values.unbind(-1)
-    assert (best - second).min() > SMALLEST_GAP
-    for row in output.sequences[:, -NEW_TOKENS:].tolist():
-        assert len(set(row)) >= 5, f"too uniform to tell anything: {row}"
+    for inputs in (PLAIN, RAGGED):
+        output = run(lab(name).stock, inputs, output_logits=True)
+        best, second = torch.stack(output.logits, dim=1).topk(2, dim=-1).values.unbind(-1)
+        assert (best - second).min() > SMALLEST_GAP
+        rows = output.sequences[:, -NEW_TOKENS:].tolist()
+        assert len(set().union(*rows)) >= 6, f"too few different tokens: {rows}"
+        assert min(len(set(row)) for row in rows) > 1, f"a row of one token: {rows}"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 BATCH = ragged(3, 19)
-HOOKS = ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"]
+HOOKS = [
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+]
 
 
 def class_attributes(model) -> dict:
@@ -38,7 +44,9 @@ def snapshot(model) -> dict:
         "generation config object": id(model.generation_config),
         "attributes": {(path, name): id(value) for path, m in modules for name, value in vars(m).items()},
         "forwards": {path: (m.forward.__func__, id(m.forward.__self__)) for path, m in modules},
-        "hooks": {(path, hooks): dict(vars(m)[hooks]) for path, m in modules for hooks in HOOKS if hooks in vars(m)},
+        "hooks": {
+            (path, hooks): dict(vars(m)[hooks]) for path, m in modules for hooks in HOOKS if hooks in vars(m)
+        },
         "state": {key: value.data_ptr() for key, value in model.state_dict().items()},
         "repr": repr(model),
     }
@@ -130,7 +138,9 @@ def test_p02_user_arguments_are_not_changed():
     """One dict of arguments for models of 2 and of 5 layers."""
     _, small = twins("llama")
     stock, large = twins("llama", num_hidden_layers=5)
-    arguments = dict(max_new_tokens=6, do_sample=False, num_beams=2, cache_implementation=None, use_cache=True)
+    arguments = dict(
+        max_new_tokens=6, do_sample=False, num_beams=2, cache_implementation=None, use_cache=True
+    )
     before = copy.deepcopy(arguments)
     small.generate(**BATCH, **arguments)
     assert torch.equal(large.generate(**BATCH, **arguments), stock.generate(**BATCH, **arguments))
@@ -267,7 +277,12 @@ def test_report_of_an_accelerated_model():
     del held
     assert hf_turbo.report(model).blocks_in_use == hf_turbo.report(model).kv_bytes == 0
     text = str(report)
-    for part in ("full attention", "sliding window of 8", f"{report.blocks_in_use} in use", f"{report.kv_bytes:,}"):
+    for part in (
+        "full attention",
+        "sliding window of 8",
+        f"{report.blocks_in_use} in use",
+        f"{report.kv_bytes:,}",
+    ):
         assert part in text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,14 @@ class LayerGroup:
                     "given back what came before. Call activate_past_recording() on the cache before the tokens that "
                     "may be cropped"
                 )
+
+    def release(self) -> None:
+        """Gives up all blocks, and the layers' hold on the pool's tensors."""
+        self.plan = None
+        self.table.release()
+        for layer in self.layers:
+            layer.store = None
+        self.layers.clear()  # a layer refers to its group: without the circle both go now, not at the next gc
 
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` what row `indices[i]` is."""
@@ -259,8 +267,8 @@ class PagedCache(Cache):
     def _adopt(self, tables: dict[int | None, BlockTable], sliding_windows: Sequence[int | None]) -> None:
         self.groups = {window: LayerGroup(table, self.layout) for window, table in tables.items()}
         super().__init__(layers=[PagedLayer(self.groups[w], i) for i, w in enumerate(sliding_windows)])
-        for table in tables.values():
-            weakref.finalize(self, table.release)
+        for group in self.groups.values():
+            weakref.finalize(self, group.release)
 
     @property
     def num_blocks(self) -> int:
@@ -274,6 +282,12 @@ class PagedCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False  # True would make generate() build 4D masks and compile the forward by itself
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Keys, values and sliding window of each layer, as a `DynamicCache` gives them."""
+        for layer in self.layers:
+            window = layer.sliding_window
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
 
     def reset(self) -> None:
         """Forgets all tokens."""

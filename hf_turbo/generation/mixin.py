@@ -18,9 +18,9 @@ class TurboGenerationMixin:
     _hf_turbo_original_class: type
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Puts a `PagedCache` where Transformers would put a `DynamicCache`."""
+        """Puts a `PagedCache` where Transformers would put a `DynamicCache`. `batch_size` counts prompts, not copies."""
         handle = self._hf_turbo
         given = model_kwargs.get(CACHE_NAME)
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -28,7 +28,8 @@ class TurboGenerationMixin:
             pass  # said when it was patched
         elif given is not None:
             if isinstance(given, PagedCache):
-                _repeat_for_copies(given, model_kwargs, copies)
+                if copies > 1 and given.batch_size == batch_size:  # each row goes on in several ways
+                    given.batch_repeat_interleave(copies)
             else:
                 handle.step_aside(f"a {type(given).__name__} was passed to generate()")
         elif reason := _why_not(handle, generation_config, model_kwargs):
@@ -39,7 +40,9 @@ class TurboGenerationMixin:
             if generation_config.is_assistant:
                 model_kwargs[CACHE_NAME].activate_past_recording()
             return
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, mode, batch_size, *args, **kwargs
+        )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own continuous batching, with the attention it had before patching."""
@@ -68,13 +71,6 @@ def _make_patched(original: type) -> Any:
 
     cls = patched_class(original)
     return cls.__new__(cls)
-
-
-def _repeat_for_copies(cache: PagedCache, model_kwargs: dict[str, Any], copies: int) -> None:
-    """Widens a cache of n rows for a call that continues each row `copies` times."""
-    mask = model_kwargs.get("attention_mask")
-    if copies > 1 and cache.batch_size and mask is not None and len(mask) == cache.batch_size * copies:
-        cache.batch_repeat_interleave(copies)
 
 
 def _why_not(handle: PatchHandle, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:

@@ -66,15 +66,17 @@ def device_facts(device: torch.device) -> DeviceFacts:
     return DeviceFacts(
         properties.multi_processor_count,
         properties.major * 10 + properties.minor,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # not in torch's stubs
     )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def choose_config(
-    rows: int, k_dim: int, v_dim: int, dtype: torch.dtype, facts: DeviceFacts
+    rows: int, num_programs: int, k_dim: int, v_dim: int, dtype: torch.dtype, facts: DeviceFacts
 ) -> AttentionConfig:
-    """The table, by rows of a sequence (query tokens times heads of a group), head size, dtype and device."""
+    """The table, by rows of a sequence (query tokens times heads of a group), (sequence, KV head) pairs, head
+    size, dtype and device. Measured on an H200 by benchmarks/attention.py; elsewhere chosen not to spill.
+    """
     k_pad, v_pad = next_power_of_2(k_dim), next_power_of_2(v_dim)
     dim = max(k_pad, v_pad)
     hopper = facts.capability // 10 == 9
@@ -82,22 +84,29 @@ def choose_config(
         # Dots on the CUDA cores hold their operands in registers: small tiles over many warps, or they spill.
         config = AttentionConfig(block_m=16, tile=32 if dim <= 128 else 16, num_warps=8, num_stages=2)
     elif rows <= 64:
-        # Bound by memory: a tile of about 32 KB, two in flight, and masks for free.
+        # Bound by memory: tiles of about 32 KB, two in flight, masks for free. Three such programs fit on a
+        # multiprocessor; a few more would be a second wave that is mostly idle, so those get half the tile.
+        crowded = rows <= 16 and num_programs > 3 * facts.num_sms
         config = AttentionConfig(
             block_m=max(16, next_power_of_2(rows)),
-            tile=max(32, min(128, 8192 // dim)),
-            num_warps=4,
+            tile=max(32, min(128, 8192 // dim) // (2 if crowded else 1)),
+            num_warps=2 if crowded else 4,
             num_stages=3,
             pdl=facts.capability >= 90,
         )
+    elif dim <= 128 and hopper:
+        config = AttentionConfig(block_m=64, tile=64, num_warps=4, num_stages=3, peel=True)
     elif dim <= 128:
         config = AttentionConfig(
-            block_m=128, tile=64 if hopper else 32, num_warps=8, num_stages=3, peel=True, programs_per_sm=1
+            block_m=128, tile=32, num_warps=8, num_stages=3, peel=True, programs_per_sm=1
+        )
+    elif hopper:
+        # It spills two dozen registers, and is still faster than the half tile that does not.
+        config = AttentionConfig(
+            block_m=128, tile=64, num_warps=8, num_stages=2, peel=True, programs_per_sm=1
         )
     else:
-        config = AttentionConfig(
-            block_m=128 if hopper else 64, tile=32, num_warps=8, num_stages=2, peel=True, programs_per_sm=1
-        )
+        config = AttentionConfig(block_m=64, tile=32, num_warps=8, num_stages=2, peel=True, programs_per_sm=1)
 
     def shared_memory() -> int:
         return dtype.itemsize * (config.block_m * k_pad + config.num_stages * config.tile * (k_pad + v_pad))

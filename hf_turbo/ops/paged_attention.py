@@ -355,7 +355,7 @@ def paged_attention(
 
     facts = device_facts(q.device)
     if config is None:
-        config = choose_config(rows, k_dim, v_dim, q.dtype, facts)
+        config = choose_config(rows, num_kv_heads * num_seqs, k_dim, v_dim, q.dtype, facts)
     row_tiles = ceil_div(rows, config.block_m)
     num_splits = config.num_splits
     if num_splits is None:
@@ -380,13 +380,13 @@ def paged_attention(
             block_size, len(kv.k_segments), metadata.sliding_window or 0, logit_softcap or 0.0,
             group, sinks is not None, num_splits > 1,
             config.block_m, config.tile, config.peel, config.pdl and num_splits > 1,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
         )
         if num_splits > 1:
             _merge_splits_kernel[(total_q, num_heads)](
                 partial, lse, out, num_splits, out.stride(0), out.stride(1),
                 v_dim, min(32, next_power_of_2(num_splits)), config.pdl,
-                num_warps=4, launch_pdl=config.pdl,
+                num_warps=4, launch_pdl=config.pdl, enable_fp_fusion=True,
             )
     # fmt: on
     return out

@@ -116,5 +116,5 @@ def store_kv(
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), metadata.block_tables.stride(0),
             k_cache.stride()[:3], v_cache.stride()[:3], k_dim, v_dim,
             block_size, len(kv.k_segments), block_t,
-            num_warps=1 if block_t < 8 else 4,
+            num_warps=1 if block_t < 8 else 4, enable_fp_fusion=True,
         )  # fmt: skip

@@ -20,6 +20,8 @@ DEVICES = {80: (108, 166912), 86: (84, 101376), 90: (132, 232448)}
 
 #: ptxas parks a scalar or two of some kernels outside their loops; more than that is a spill that costs time.
 STACK_BYTES = 16
+#: The prompt kernel for heads of 256 on Hopper: measured to be faster than a tile that fits.
+STACK_BYTES_D256 = 128
 
 # Name -> keywords of `compile_case`, whose defaults are a bf16 decode step of 32 / 8 heads of 128.
 CASES = {
@@ -29,6 +31,7 @@ CASES = {
     "decode-d64": {"heads": (14, 2), "dims": (64, 64)},
     "decode-d80-mha": {"heads": (32, 32), "dims": (80, 80)},
     "decode-d256-window-cap": {"heads": (16, 8), "dims": (256, 256), "window": 1024, "cap": 50.0},
+    "decode-crowded": {"heads": (64, 64)},
     "decode-sinks-one-segment": {"dims": (64, 64), "sinks": True, "segments": 1},
     "chunk": {"q_len": 512},
     "chunk-fp32": {"q_len": 512, "dtype": "float32"},
@@ -199,7 +202,8 @@ def check_kernels(facts, capability, case):
     names = [kernel["name"] for kernel in facts]
     assert names[:2] == ["_store_kv_kernel", "_paged_attention_kernel"]
     for kernel in facts:
-        assert kernel["stack"] <= STACK_BYTES, kernel
+        large = capability == 90 and max(case.get("dims", (0,))) == 256 and case.get("q_len", 1) > 64
+        assert kernel["stack"] <= (STACK_BYTES_D256 if large else STACK_BYTES), kernel
         assert kernel["shared"] <= DEVICES[capability][1], kernel
     attention = facts[1]
     assert set(attention["async_copies"]) == {16}, attention

@@ -196,17 +196,27 @@ REAL = [
 ]
 
 
+#: dtype, (query heads, KV heads, key size, value size), block size
+MODELS = [
+    (torch.bfloat16, (32, 8, 128, 128), 16),
+    (torch.bfloat16, (32, 8, 128, 128), 64),
+    (torch.bfloat16, (16, 8, 256, 256), 64),
+    (torch.bfloat16, (32, 32, 80, 80), 128),
+    (torch.bfloat16, (14, 2, 64, 64), 32),
+    (torch.bfloat16, (16, 16, 192, 128), 48),
+    (torch.float16, (32, 8, 128, 128), 128),
+    (torch.float32, (32, 8, 128, 128), 64),
+    (torch.float32, (8, 4, 256, 256), 16),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "shape", [(32, 8, 128, 128), (16, 8, 256, 256), (32, 32, 80, 80), (14, 2, 64, 64), (16, 16, 192, 128)]
-)
-@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("dtype, heads, block_size", MODELS, ids=str)
 @pytest.mark.parametrize("lengths", REAL, ids=str)
-def test_real_sizes(dtype, shape, block_size, lengths):
+def test_real_sizes(dtype, heads, block_size, lengths):
     """The table's own configurations."""
-    num_heads, num_kv_heads, k_dim, v_dim = shape
+    num_heads, num_kv_heads, k_dim, v_dim = heads
     case = make_case(
         **lengths,
         num_heads=num_heads,
