@@ -103,7 +103,7 @@ class Problem:
         num_blocks = num_sets * case.batch * blocks
         # K and V of a block in a row, as the cache lays them out.
         pool = random(num_blocks, 2, case.num_kv_heads, block_size, case.dim)
-        self.kv = LayerKV((pool[:, 0],), (pool[:, 1],), torch.zeros(2, 1, dtype=torch.int64, device=device))
+        self.kv = LayerKV.of([pool[:, 0]], [pool[:, 1]])
         tables = torch.randperm(num_blocks, device=device).int().view(num_sets, case.batch, blocks)
         self.sets = []
         for table in tables:

@@ -239,7 +239,9 @@ ZOO: dict[str, Tiny] = {
     "mellum": Tiny({"layer_types": FULL_SLIDING}, guards=WINDOWED),
     "mimo_v2_flash": Tiny({"layer_types": FULL_SLIDING}, guards={**WINDOWED, "sinks": NO_SINKS}),
     "ministral": Tiny({"layer_types": SLIDING_FULL}, guards=WINDOWED),
-    "modernbert-decoder": Tiny({"layer_types": FULL_SLIDING, "local_attention": 2 * WINDOW}),
+    "modernbert-decoder": Tiny(
+        {"layer_types": FULL_SLIDING, "local_attention": 2 * WINDOW}, guards=_off("local_attention", 4096)
+    ),
     "olmo3": Tiny({"layer_types": SLIDING_FULL}, guards=WINDOWED),
     "vaultgemma": Tiny(
         {"layer_types": SLIDING_FULL, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
@@ -284,7 +286,7 @@ ZOO: dict[str, Tiny] = {
     ),
     # attention of their own, or a bias in it
     "bloom": Tiny(expect=STEPS_ASIDE, seed=9),
-    "doge": Tiny({"keep_window_size": WINDOW}, expect=STEPS_ASIDE),
+    "doge": Tiny({"keep_window_size": WINDOW}, guards=_off("keep_window_size", 4096), expect=STEPS_ASIDE),
     "falcon": Tiny(expect=STEPS_ASIDE),
     "falcon-alibi": Tiny({"alibi": True}, expect=STEPS_ASIDE, model_type="falcon", seed=8),
     "diffllama": Tiny(expect=STEPS_ASIDE),

@@ -50,9 +50,9 @@ class LayerStore:
         """Makes the tensors that are missing, drops those of dropped segments, and returns the layer's blocks."""
         old = ([], []) if self.kv is None else (list(self.kv.k_segments), list(self.kv.v_segments))
         if self.kv is None or [len(t) for t in old[0]] != segment_sizes:
+            self.kv = None  # with it goes what was dropped, before anything new is made
             k, v = (self._segments(ts, segment_sizes, d) for ts, d in zip(old, self.head_dims, strict=True))
-            offsets = [[(t.data_ptr() - ts[0].data_ptr()) // t.element_size() for t in ts] for ts in (k, v)]
-            self.kv = LayerKV(k, v, torch.tensor(offsets, dtype=torch.int64, device=self.device))
+            self.kv = LayerKV.of(k, v)
         return self.kv
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -74,7 +74,7 @@ class LayerStore:
     ) -> tuple[torch.Tensor, ...]:
         kept = [t if len(t) == size else None for t, size in zip(old, sizes, strict=False)]
         kept += [None] * (len(sizes) - len(kept))
-        old.clear()  # what was dropped is free before anything new is made
+        old.clear()
         return tuple(self._segment(n, head_dim) if t is None else t for t, n in zip(kept, sizes, strict=True))
 
     def _segment(self, num_blocks: int, head_dim: int) -> torch.Tensor:

@@ -127,7 +127,7 @@ def make_plan(
     old_lens, new_lens = layout.lengths(start), layout.lengths(start + q_len)
     is_fresh = not any(old_lens)
     copies_per_row = layout.copies_per_row if is_fresh else 1
-    store_tail = start == 0 and not dense and keep_window is not None and table.group.prompts_read_blocks is False
+    store_tail = start == 0 and not dense and keep_window is not None and keep_window > 1 and table.group.prompts_read_blocks is False
     ends = new_lens if store_tail else old_lens
     keep_from = [0 if keep_window is None else max(end - keep_window + 1, 0) for end in ends]
     copies = table.grow(old_lens, new_lens, keep_from, copies_per_row)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from .block_ids import SEGMENT_BITS, SEGMENT_MASK, block_runs
-
-__all__ = ["SEGMENT_BITS", "SEGMENT_MASK", "AttentionMetadata", "LayerKV"]
+from .block_ids import MAX_SEGMENTS, block_runs
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class LayerKV:
         k_segments: per segment `[num_blocks, num_kv_heads, block_size, k_head_dim]`, any strides with the
             last one 1; all segments have the same strides, dtype and device.
         v_segments: the same with `v_head_dim`; their strides may differ from those of `k_segments`.
-        segment_offsets: int64 `[2, num_segments]` on the same device: elements from `k_segments[0]` (row 0)
+        segment_offsets: int64 `[2, MAX_SEGMENTS]` on the same device: elements from `k_segments[0]` (row 0)
             and `v_segments[0]` (row 1) to the segment's first element. A kernel adds them to one typed
             base pointer. Multiples of 16.
     """
@@ -28,6 +27,15 @@ class LayerKV:
     k_segments: tuple[torch.Tensor, ...]
     v_segments: tuple[torch.Tensor, ...]
     segment_offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, k_segments: Sequence[torch.Tensor], v_segments: Sequence[torch.Tensor]) -> LayerKV:
+        """Works out the offsets."""
+        offsets = torch.zeros(2, MAX_SEGMENTS, dtype=torch.int64)
+        for row, segments in enumerate((k_segments, v_segments)):
+            places = [(t.data_ptr() - segments[0].data_ptr()) // t.element_size() for t in segments]
+            offsets[row, : len(places)] = torch.tensor(places, dtype=torch.int64)
+        return cls(tuple(k_segments), tuple(v_segments), offsets.to(k_segments[0].device))
 
     @property
     def block_size(self) -> int:

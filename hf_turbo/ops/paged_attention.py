@@ -25,14 +25,23 @@ from .attention_config import (
     device_facts,
     next_power_of_2,
 )
+from .block_ids import MAX_SEGMENTS
+from .launch import Launcher
 from .metadata import AttentionMetadata, LayerKV
 from .store_kv import block_offset
 
 _LOG2E = tl.constexpr(math.log2(math.e))
+_MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
 
 # Strides of the cache come as constants (block, head, row) of a model: their alignment is then known, and the
 # addresses need no multiplications. Signatures and launches are laid out by kind of argument.
 # fmt: off
+
+
+@triton.constexpr_function
+def _padded(dim):
+    """What a head size takes in a tile: a power of two that `tl.dot` accepts."""
+    return max(16, triton.next_power_of_2(dim))
 
 
 @triton.jit
@@ -53,7 +62,7 @@ def _soft_cap(x, CAP: tl.constexpr, PRECISE: tl.constexpr):
 def _locate_tile(
     tile, first_live, end_live, table_ptr, segment_offsets_ptr,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, TILE: tl.constexpr,
 ):
     """Where a tile's keys and values are, int64 elements: two scalars (of its first row) if a tile lies in
     one block, else two vectors (of each row). For a tile past the end, the first block, which nobody reads.
@@ -66,8 +75,8 @@ def _locate_tile(
         found = (position >= first_live) & (position < end_live)
     block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=found, other=0)
     row = position % BLOCK_SIZE
-    k_base = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], NUM_SEGMENTS)
-    v_base = block_offset(block_id, segment_offsets_ptr + NUM_SEGMENTS, V_STRIDES[0], NUM_SEGMENTS)
+    k_base = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], SEGMENTED)
+    v_base = block_offset(block_id, segment_offsets_ptr + _MAX_SEGMENTS, V_STRIDES[0], SEGMENTED)
     return k_base + row * K_STRIDES[2], v_base + row * V_STRIDES[2]
 
 
@@ -77,7 +86,7 @@ def _load_rows(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
     """Loads `[TILE, DIM]`, padded to a power of two with zeros; if MASKED, zeros where rows are not live."""
-    DIM_PAD: tl.constexpr = triton.next_power_of_2(DIM)
+    DIM_PAD: tl.constexpr = _padded(DIM)
     offs_d = tl.arange(0, DIM_PAD)
     if BLOCK_SIZE % TILE == 0:
         # All but a scalar of each address is the same for every tile.
@@ -100,7 +109,7 @@ def _attend_tiles(
     tile, num_tiles, jump_at, jump, first_live, end_live,
     k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
     """The online softmax over `num_tiles` tiles of keys from `tile`, jumping over `jump` tiles at `jump_at`.
@@ -111,7 +120,7 @@ def _attend_tiles(
     tile += tl.where(tile == jump_at, jump, 0)
     k_base, v_base = _locate_tile(
         tile, first_live, end_live, table_ptr, segment_offsets_ptr,
-        K_STRIDES, V_STRIDES, BLOCK_SIZE, NUM_SEGMENTS, TILE,
+        K_STRIDES, V_STRIDES, BLOCK_SIZE, SEGMENTED, TILE,
     )
     for _ in range(num_tiles):
         position = tile * TILE + tl.arange(0, TILE)
@@ -146,7 +155,7 @@ def _attend_tiles(
         tile += tl.where(tile == jump_at, jump, 0)
         k_base, v_base = _locate_tile(
             tile, first_live, end_live, table_ptr, segment_offsets_ptr,
-            K_STRIDES, V_STRIDES, BLOCK_SIZE, NUM_SEGMENTS, TILE,
+            K_STRIDES, V_STRIDES, BLOCK_SIZE, SEGMENTED, TILE,
         )
     return acc, row_max, row_sum
 
@@ -161,7 +170,7 @@ def _paged_attention_kernel(
     segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
     softmax_scale, num_splits, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, PEEL: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -192,8 +201,8 @@ def _paged_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     row_mask = row < num_rows
 
-    offs_k = tl.arange(0, triton.next_power_of_2(K_DIM))
-    offs_v = tl.arange(0, triton.next_power_of_2(V_DIM))
+    offs_k = tl.arange(0, _padded(K_DIM))
+    offs_v = tl.arange(0, _padded(V_DIM))
     q_mask = row_mask[:, None] & (offs_k < K_DIM)[None, :]
     q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_k[None, :]
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
@@ -218,7 +227,7 @@ def _paged_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * _LOG2E
         row_max = tl.where(split == 0, sink, row_max)
         row_sum = tl.where(split == 0, 1.0, row_sum)
-    acc = tl.zeros([BLOCK_M, triton.next_power_of_2(V_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_M, _padded(V_DIM)], tl.float32)
 
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_tb
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * K_STRIDES[1]
@@ -236,14 +245,14 @@ def _paged_attention_kernel(
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q, q_position, scale, first_full, num_full, -1, 0,
             first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
-            K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, NUM_SEGMENTS, WINDOW, SOFT_CAP, TILE,
+            K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, TILE,
             MASKED=False,
         )
     num_masked = end_tile - first_tile - num_full
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q, q_position, scale, first_tile, num_masked, first_full, num_full,
         first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
-        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, NUM_SEGMENTS, WINDOW, SOFT_CAP, TILE,
+        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, TILE,
         MASKED=True,
     )
 
@@ -269,11 +278,11 @@ def _merge_splits_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first_row = (token * tl.num_programs(1) + head) * num_splits
-    offs_v = tl.arange(0, triton.next_power_of_2(V_DIM))
+    offs_v = tl.arange(0, _padded(V_DIM))
     v_mask = offs_v < V_DIM
     lse_max = float("-inf")
     weight_sum = 0.0
-    acc = tl.zeros([triton.next_power_of_2(V_DIM)], tl.float32)
+    acc = tl.zeros([_padded(V_DIM)], tl.float32)
     if PDL:
         gdc_wait()
     for start in range(0, num_splits, SPLIT_BLOCK):
@@ -296,6 +305,9 @@ def _merge_splits_kernel(
 
 
 # fmt: on
+
+_launch_attention = Launcher(_paged_attention_kernel)
+_launch_merge = Launcher(_merge_splits_kernel)
 
 
 def paged_attention(
@@ -369,23 +381,30 @@ def paged_attention(
         lse = torch.empty(total_q, num_heads, num_splits, dtype=torch.float32, device=q.device)
     else:
         partial = lse = out
+    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
+    constants = (
+        k_strides, v_strides, k_dim, v_dim, block_size, len(kv.k_segments) > 1,
+        metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
+        config.block_m, config.tile, config.peel, config.pdl and num_splits > 1,
+    )  # fmt: skip
+    misaligned = (q.data_ptr() | out.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16
+    specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
     # fmt: off
     with torch.cuda.device_of(q):
-        _paged_attention_kernel[(row_tiles * num_splits, num_kv_heads, num_seqs)](
+        _launch_attention(
+            (specialised, constants, config.num_warps, config.num_stages),
+            (row_tiles * num_splits, num_kv_heads, num_seqs),
             q, k_cache, v_cache, out, partial, lse, q if sinks is None else sinks,
             kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
-            softmax_scale, num_splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            metadata.block_tables.stride(0),
-            k_cache.stride()[:3], v_cache.stride()[:3], k_dim, v_dim,
-            block_size, len(kv.k_segments), metadata.sliding_window or 0, logit_softcap or 0.0,
-            group, sinks is not None, num_splits > 1,
-            config.block_m, config.tile, config.peel, config.pdl and num_splits > 1,
+            float(softmax_scale), num_splits, *strides, metadata.block_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
         )
         if num_splits > 1:
-            _merge_splits_kernel[(total_q, num_heads)](
-                partial, lse, out, num_splits, out.stride(0), out.stride(1),
-                v_dim, min(32, next_power_of_2(num_splits)), config.pdl,
+            split_block = min(32, next_power_of_2(num_splits))
+            _launch_merge(
+                (specialised, v_dim, split_block, config.pdl), (total_q, num_heads, 1),
+                partial, lse, out, num_splits, out.stride(0), out.stride(1), v_dim, split_block, config.pdl,
                 num_warps=4, launch_pdl=config.pdl, enable_fp_fusion=True,
             )
     # fmt: on

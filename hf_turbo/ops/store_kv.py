@@ -6,20 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .metadata import SEGMENT_BITS, SEGMENT_MASK, AttentionMetadata, LayerKV
+from .block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
+from .launch import Launcher
+from .metadata import AttentionMetadata, LayerKV
 
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _SEGMENT_MASK = tl.constexpr(SEGMENT_MASK)
+_MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
 
 
 @triton.jit
-def block_offset(block_id, segment_offsets_ptr, STRIDE: tl.constexpr, NUM_SEGMENTS: tl.constexpr):
+def block_offset(block_id, segment_offsets_ptr, STRIDE: tl.constexpr, SEGMENTED: tl.constexpr):
     """Elements from the first segment's start to block `block_id`'s, int64; `block_id` any shape.
 
     `segment_offsets_ptr` points at this tensor's row of `LayerKV.segment_offsets`; not read with one segment.
     """
     offset = (block_id & _SEGMENT_MASK).to(tl.int64) * STRIDE
-    if NUM_SEGMENTS > 1:
+    if SEGMENTED:
         # A loaded number has no known alignment, and without one every access behind it would be a scalar.
         offset += tl.multiple_of(tl.load(segment_offsets_ptr + (block_id >> _SEGMENT_BITS)), 16)
     return offset
@@ -35,7 +38,7 @@ def _store_kv_kernel(
     segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
     keep_last, stride_kt, stride_kh, stride_vt, stride_vh, stride_tb,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_T new tokens of one sequence, one KV head."""
     seq = tl.program_id(2)
@@ -54,8 +57,8 @@ def _store_kv_kernel(
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_tb
     block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=stored, other=0)
     row = position % BLOCK_SIZE
-    k_offset = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], NUM_SEGMENTS) + row * K_STRIDES[2]
-    v_offset = block_offset(block_id, segment_offsets_ptr + NUM_SEGMENTS, V_STRIDES[0], NUM_SEGMENTS)
+    k_offset = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], SEGMENTED) + row * K_STRIDES[2]
+    v_offset = block_offset(block_id, segment_offsets_ptr + _MAX_SEGMENTS, V_STRIDES[0], SEGMENTED)
     v_offset += row * V_STRIDES[2]
 
     source_row = (q_start + token).to(tl.int64)
@@ -67,6 +70,9 @@ def _store_kv_kernel(
     v_mask = stored[:, None] & (v_dim < V_DIM)[None, :]
     v = tl.load(v_ptr + (source_row * stride_vt + head * stride_vh)[:, None] + v_dim[None, :], mask=v_mask)
     tl.store(v_cache_ptr + (v_offset + head * V_STRIDES[1])[:, None] + v_dim[None, :], v, mask=v_mask)
+
+
+_launch_store = Launcher(_store_kv_kernel)
 
 
 def store_kv(
@@ -108,13 +114,17 @@ def store_kv(
     # A decode step copies one row a head; in a prompt four warps move 32 rows by 16-byte accesses.
     # (Plain arithmetic: Triton's own helpers take microseconds on the host.)
     block_t = min(1 << (max_seqlen_q - 1).bit_length(), 32)
+    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    segmented = len(kv.k_segments) > 1
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    misaligned = (k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16
+    key = (k.device, k.dtype, k_strides, v_strides, k_dim, v_dim, block_size, segmented, block_t, strides, misaligned)
     with torch.cuda.device_of(k):
-        _store_kv_kernel[(-(-max_seqlen_q // block_t), num_kv_heads, num_seqs)](
+        _launch_store(
+            key, (-(-max_seqlen_q // block_t), num_kv_heads, num_seqs),
             k, v, k_cache, v_cache,
             kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
-            2**30 if keep_last is None else keep_last,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), metadata.block_tables.stride(0),
-            k_cache.stride()[:3], v_cache.stride()[:3], k_dim, v_dim,
-            block_size, len(kv.k_segments), block_t,
+            2**30 if keep_last is None else keep_last, *strides, metadata.block_tables.stride(0),
+            k_strides, v_strides, k_dim, v_dim, block_size, segmented, block_t,
             num_warps=1 if block_t < 8 else 4, enable_fp_fusion=True,
         )  # fmt: skip

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_turbo.ops.metadata import SEGMENT_BITS, AttentionMetadata, LayerKV
+from hf_turbo.ops.block_ids import SEGMENT_BITS
+from hf_turbo.ops.metadata import AttentionMetadata, LayerKV
 
 #: What entries of a block table hold that must not be read: as an address, far outside every pool.
 GARBAGE_BLOCK = (1 << 31) - 1
@@ -96,11 +97,7 @@ def make_case(
         make_pool(per_segment + s, num_kv_heads, block_size, v_dim, dtype, device, layout)
         for s in range(num_segments)
     )
-    offsets = [
-        [(s.data_ptr() - segments[0].data_ptr()) // s.element_size() for s in segments]
-        for segments in (k_segments, v_segments)
-    ]
-    kv = LayerKV(k_segments, v_segments, torch.tensor(offsets, dtype=torch.int64, device=device))
+    kv = LayerKV.of(k_segments, v_segments)
 
     ids = [(s << SEGMENT_BITS) | i for s in range(num_segments) for i in range(per_segment)]
     ids = [ids[i] for i in torch.randperm(len(ids), generator=generator).tolist()]

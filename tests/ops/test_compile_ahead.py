@@ -91,6 +91,7 @@ def compile_case(
 
     from hf_turbo.ops import paged_attention as attention
     from hf_turbo.ops.attention_config import DeviceFacts
+    from hf_turbo.ops.block_ids import MAX_SEGMENTS
     from hf_turbo.ops.metadata import AttentionMetadata, LayerKV
     from hf_turbo.ops.store_kv import store_kv
 
@@ -124,7 +125,7 @@ def compile_case(
                 tuple(torch.empty(1000, num_kv_heads, block_size, dim, dtype=dtype) for _ in range(segments))
                 for dim in dims
             ]
-            kv = LayerKV(*pools, torch.empty(2, segments, dtype=torch.int64))
+            kv = LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64))
             metadata = AttentionMetadata(
                 block_tables=torch.empty(num_seqs, max_seqlen_k // block_size, dtype=torch.int32),
                 seq_lens=torch.empty(num_seqs, dtype=torch.int32),
