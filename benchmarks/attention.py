@@ -383,17 +383,15 @@ def run_decode(run: Run, cases: list[Case], block_sizes: list[int], sweep: bool)
 
 def run_prompt(run: Run, cases: list[Case], sweep: bool) -> None:
     for case in cases:
-        if run.expired:
-            return
-        problem = Problem(case, 64)
-        if peer := problem.sdpa():
-            run.measure(problem, 64, "flash2", peer)
         base = table_config(case)
-        best = run.best_of(problem, 64, prompt_configs(case, base) if sweep else [base])
-        if sweep and best:
-            run.best_of(problem, 64, [dataclasses.replace(best, peel=not best.peel)])
-            problem = Problem(case, 16)
-            run.best_of(problem, 16, [base, best, dataclasses.replace(base, block_m=128, num_warps=8)])
+        for block_size in (64, 32, 16):
+            if run.expired:
+                return
+            problem = Problem(case, block_size)
+            if block_size == 64 and (peer := problem.sdpa()):
+                run.measure(problem, block_size, "flash2", peer)
+            configs = prompt_configs(case, base) if sweep and block_size == 64 else [base]
+            run.best_of(problem, block_size, configs)
 
 
 def run_store(run: Run, case: Case) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import hf_turbo
 import pytest
 import torch
-from hf_turbo.compat import CACHE_NAME
-from hf_turbo.patching import handle_of
 from tiny_models import PAD, build
 from transformers import StoppingCriteria, StoppingCriteriaList
+
+import hf_turbo
+from hf_turbo.compat import CACHE_NAME
+from hf_turbo.patching import handle_of
 
 
 def needs_gpu(test):

@@ -7,13 +7,14 @@ import importlib.util
 import subprocess
 import sys
 
-import hf_turbo
 import pytest
 import torch
 from helpers import forward, prompt, twins
+from tiny_models import build
+
+import hf_turbo
 from hf_turbo.ops import reference
 from hf_turbo.patching import handle_of
-from tiny_models import build
 
 IDS = prompt(2, 30)
 

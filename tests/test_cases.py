@@ -2,13 +2,26 @@
 
 from functools import cache
 
-import hf_turbo
 import pytest
 import torch
 from helpers import (
-    accelerated, assert_no_worse, assert_pool_accounts, fill_free_blocks, forward, generate, groups, new_text, prompt,
-    ragged, rows_alone, stepped_aside, twins, used_blocks,
+    accelerated,
+    assert_no_worse,
+    assert_pool_accounts,
+    fill_free_blocks,
+    forward,
+    generate,
+    groups,
+    new_text,
+    prompt,
+    ragged,
+    rows_alone,
+    stepped_aside,
+    twins,
+    used_blocks,
 )  # fmt: skip
+
+import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 
 

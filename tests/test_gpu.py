@@ -2,7 +2,6 @@
 
 import gc
 
-import hf_turbo
 import pytest
 import torch
 from helpers import (
@@ -10,7 +9,6 @@ from helpers import (
     fill_free_blocks,
     forward,
     generate,
-    needs_gpu,
     prompt,
     ragged,
     stepped_aside,
@@ -19,6 +17,8 @@ from helpers import (
 from promise import assert_promise
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_turbo
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,15 +7,16 @@ import pickle
 import subprocess
 import sys
 
-import hf_turbo
 import pytest
 import torch
 from helpers import accelerated, generate, new_text, prompt, ragged, stepped_aside, twins, used_blocks
-from hf_turbo.patching import handle_of
 from tiny_models import build
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_turbo
+from hf_turbo.patching import handle_of
 
 BATCH = ragged(3, 19)
 HOOKS = [

@@ -2,7 +2,6 @@
 
 import logging
 
-import hf_turbo
 import pytest
 import torch
 from helpers import (
@@ -16,9 +15,11 @@ from helpers import (
     twins,
     used_blocks,
 )
-from hf_turbo.compat import CACHE_NAME
 from tiny_models import build
 from transformers import DynamicCache
+
+import hf_turbo
+from hf_turbo.compat import CACHE_NAME
 
 IDS = prompt(2, 13)
 

@@ -4,12 +4,13 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import hf_turbo
 import pytest
 import torch
 from helpers import accelerated, assert_pool_accounts, forward, generate, prompt, ragged, twins, used_blocks
-from hf_turbo.compat import CACHE_NAME
 from transformers.generation.streamers import BaseStreamer
+
+import hf_turbo
+from hf_turbo.compat import CACHE_NAME
 
 PROMPTS = [5, 33, 12, 20]
 

@@ -2,7 +2,6 @@
 
 import warnings
 
-import hf_turbo
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -12,6 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast, pipeline
+
+import hf_turbo
 
 BATCH = ragged(4, 13)
 # PEFT asks a model for a property that the newest Transformers renames

@@ -1,11 +1,12 @@
 """The block manager against a model of it: any order of calls keeps its books right."""
 
 import pytest
-from hf_turbo.cache.block_manager import BlockManager
-from hf_turbo.ops.block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hf_turbo.cache.block_manager import BlockManager
+from hf_turbo.ops.block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 
 SIZES = st.integers(1, 7)
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+
 from hf_turbo.cache.block_pool import BlockPool, LayerStore
 from hf_turbo.ops.block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hf_turbo.cache.block_pool import BlockPool
-from hf_turbo.cache.block_table import BlockTable
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_turbo.cache.block_pool import BlockPool
+from hf_turbo.cache.block_table import BlockTable
 
 CPU = torch.device("cpu")
 

@@ -4,12 +4,23 @@ import copy
 import gc
 import weakref
 
-import hf_turbo
 import pytest
 import torch
 from helpers import (
-    accelerated, assert_pool_accounts, forward, generate, groups, new_text, probed, prompt, ragged, twins, used_blocks,
+    accelerated,
+    assert_pool_accounts,
+    forward,
+    generate,
+    groups,
+    new_text,
+    probed,
+    prompt,
+    ragged,
+    twins,
+    used_blocks,
 )  # fmt: skip
+
+import hf_turbo
 from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.ops.block_ids import SEGMENT_BITS

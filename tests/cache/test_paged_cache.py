@@ -5,12 +5,13 @@ import pickle
 
 import pytest
 import torch
-from hf_turbo.cache.block_pool import BlockPool
-from hf_turbo.cache.paged_cache import PagedCache
-from hf_turbo.compat import crop_argument
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_turbo.cache.block_pool import BlockPool
+from hf_turbo.cache.paged_cache import PagedCache
+from hf_turbo.compat import crop_argument
 
 HEADS, K_DIM, V_DIM = 2, 8, 6
 FULL, SLIDING, MIXED = (None, None), (8, 8), (8, None, 8)
