@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -135,9 +136,7 @@ class Problem:
         q = self.sets[0][0].view(case.batch, case.q_len, case.num_kv_heads, -1, case.dim).float()
         out = torch.empty_like(q)
         key = torch.arange(case.length, device=q.device)
-        for b, h, start in itertools.product(
-            range(case.batch), range(case.num_kv_heads), range(0, case.q_len, 1024)
-        ):
+        for b, h, start in itertools.product(range(case.batch), range(case.num_kv_heads), range(0, case.q_len, 1024)):
             rows = slice(start, start + 1024)
             scores = torch.einsum("qgd,kd->gqk", q[b, rows, h], keys[b, h]) * case.dim**-0.5
             if case.softcap is not None:
@@ -242,7 +241,7 @@ def commit() -> str:
         result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     except OSError:
         return "unknown"
-    return result.stdout.strip() or "unknown"
+    return result.stdout.strip() or os.environ.get("HF_TURBO_COMMIT", "unknown")
 
 
 class Run:
@@ -276,7 +275,7 @@ class Run:
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         detail = f"{us:9.2f} us  {row['fraction_of_floor']:.3f}" if us else f"failed: {more['error']}"
-        print(f"{self.elapsed:4.0f} s  {case:38} {variant:8} {detail}  {more.get('config', '')}", flush=True)
+        print(f"{self.elapsed:4.0f} s  {case:38} {variant:13} {detail}  {more.get('config', '')}", flush=True)
 
     def measure(self, problem: Problem, block_size: int, variant: str, call, config=None) -> float | None:
         """Checks and times one variant; a failure is a row too."""
@@ -307,7 +306,7 @@ class Run:
         for config in configs:
             if self.expired:
                 break
-            us = self.measure(problem, block_size, "ours", problem.ours(config), config)
+            us = self.measure(problem, block_size, "hf_turbo", problem.ours(config), config)
             results.append((us or float("inf"), config))
         return min(results, key=lambda result: result[0], default=(0, None))[1]
 
@@ -318,13 +317,13 @@ class Run:
             key = (row["case"], row.get("block_size"), row["variant"])
             if row["us"] and (key not in best or row["us"] < best[key]["us"]):
                 best[key] = row
-        print(f"\n{'case':40} {'block':>5} {'variant':8} {'us':>9} {'floor':>6} {'error':>8}  configuration")
+        print(f"\n{'case':40} {'block':>5} {'variant':13} {'us':>9} {'floor':>6} {'error':>8}  configuration")
         for (case, block_size, variant), row in sorted(best.items(), key=lambda item: str(item[0])):
             config = row.get("config") or {}
             short = " ".join(f"{k}={v}" for k, v in config.items() if v is not None)
             error = row.get("max_error")
             print(
-                f"{case:40} {block_size or '':>5} {variant:8} {row['us']:9.2f} "
+                f"{case:40} {block_size or '':>5} {variant:13} {row['us']:9.2f} "
                 f"{row['fraction_of_floor']:6.3f} {'' if error is None else format(error, '.1e'):>8}  {short}"
             )
         failed = sum(row["us"] is None for row in self.rows)
@@ -373,7 +372,7 @@ def run_decode(run: Run, cases: list[Case], block_sizes: list[int], sweep: bool)
                 return
             problem = Problem(case, block_size)
             if block_size == 64 and (peer := problem.sdpa()):
-                run.measure(problem, block_size, "sdpa", peer)
+                run.measure(problem, block_size, "torch-sdpa", peer)
             base = table_config(case)
             best = run.best_of(problem, block_size, decode_configs(block_size, base) if sweep else [base])
             if sweep and best and block_size == 64:
@@ -389,7 +388,7 @@ def run_prompt(run: Run, cases: list[Case], sweep: bool) -> None:
                 return
             problem = Problem(case, block_size)
             if block_size == 64 and (peer := problem.sdpa()):
-                run.measure(problem, block_size, "flash2", peer)
+                run.measure(problem, block_size, "torch-flash2", peer)
             configs = prompt_configs(case, base) if sweep and block_size == 64 else [base]
             run.best_of(problem, block_size, configs)
 
@@ -400,7 +399,7 @@ def run_store(run: Run, case: Case) -> None:
     k, v = random(2, case.batch * case.q_len, case.num_kv_heads, case.dim)
     us = graph_us(lambda _: store_kv(k, v, problem.kv, problem.sets[0][1]), 1)
     num_bytes = 4 * k.nbytes
-    run.write(case.name, "ours", us, num_bytes, 1e6 * num_bytes / run.bandwidth)
+    run.write(case.name, "hf_turbo", us, num_bytes, 1e6 * num_bytes / run.bandwidth)
 
 
 def run_host(run: Run, case: Case) -> None:
@@ -420,7 +419,7 @@ def run_host(run: Run, case: Case) -> None:
             for _ in range(20):
                 function(0)
             times.append((time.perf_counter() - start) / 20)
-        run.write(name, "ours", 1e6 * statistics.median(times), 0, 0.0)
+        run.write(name, "hf_turbo", 1e6 * statistics.median(times), 0, 0.0)
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ import triton
 
 import hf_turbo
 
+from .attention import commit
+
 
 @dataclass(frozen=True)
 class Case:
@@ -102,7 +104,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     args = parser.parse_args()
     model = llama_3_8b(args.layers)
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, triton, hf_turbo)}
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, triton)} | {"hf_turbo": commit()}
     table = []
     with (args.out / "decode.jsonl").open("w") as file:
         for case in CASES:

@@ -4,7 +4,8 @@
     python examples/chat.py --model gemma       Gemma-3-270M, whose layers have windows of 512 tokens
 
 The models come from the Python package index; see hf_turbo/sample_models.py. In fp32 (on a CPU) the exit
-status is 1 if the texts differ; in bf16 (on a GPU) if they part where the two best tokens are not within rounding.
+status is 1 if the texts differ; in bf16 (on a GPU) if they part where the two best tokens are not within
+rounding.
 """
 
 from __future__ import annotations
@@ -105,16 +106,12 @@ def measure(
         report = hf_turbo.report(model)
         found = Outcome(output.sequences, report.kv_bytes, report.blocks_in_use)
     else:
-        found = Outcome(
-            output.sequences, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        )
+        found = Outcome(output.sequences, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
     outcomes.setdefault(name, found).seconds.append(seconds)
 
 
 def table_of(stock: dict[str, Outcome], turbo: dict[str, Outcome], prompt_length: int, rounds: int) -> Table:
-    caption = (
-        f"tokens/s: new tokens over the whole call, prompt included; best of {rounds}. KV: at the end."
-    )
+    caption = f"tokens/s: new tokens over the whole call, prompt included; best of {rounds}. KV: at the end."
     table = Table(title="unpatched → patched", caption=caption)
     table.add_column("")
     for heading in ("same text", "tokens/s", "KV MB", "blocks used"):
@@ -151,9 +148,7 @@ def encode(tokenizer: Any, prompt: str | None) -> Any:
         text = prompt or (Path(__file__).parent / "alice.txt").read_text()
         return tokenizer(text, return_tensors="pt")
     messages = [{"role": "user", "content": prompt or "Explain in one short paragraph why the sky is blue."}]
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
 def synchronize(device: torch.device) -> None:
@@ -173,9 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--prompt", help="what to ask; for gemma, a base model, the text to go on with")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
-    parser.add_argument(
-        "--rounds", type=int, default=2, metavar="N", help="how often each is timed (default 2)"
-    )
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="how often each is timed (default 2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if options.rounds < 1 or options.max_new_tokens < 1:

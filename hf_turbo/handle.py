@@ -14,6 +14,9 @@ from .cache.paged_cache import PagedCache
 from .config import TurboConfig
 from .modeling.attention import AttentionName
 
+#: Tokens that a row gets room for at most: who asks for a million new tokens seldom means it.
+_MAX_ROOM = 8192
+
 logger = logging.getLogger("hf_turbo")
 
 
@@ -22,11 +25,12 @@ class PatchHandle:
 
     Args:
         config: the options.
+        device_type: of the device that the model is on.
     """
 
-    def __init__(self, config: TurboConfig) -> None:
+    def __init__(self, config: TurboConfig, device_type: str) -> None:
         self.config = config
-        self.pool = BlockPool(config.block_size)
+        self.pool = BlockPool(config.block_size_on(device_type))
         self.stepped_aside: Counter[str] = Counter()
         self.num_caches = 0
         #: Why the whole model steps aside; None where it is accelerated.
@@ -39,9 +43,14 @@ class PatchHandle:
         self.undo: list[tuple[nn.Module, str, Any]] = []
 
     def new_cache(self, copies_per_row: int = 1, expected_length: int = 0) -> PagedCache:
-        """An empty cache on this model's pool."""
+        """An empty cache on this model's pool.
+
+        Args:
+            copies_per_row: so many neighbouring rows of the first prompt are equal.
+            expected_length: tokens a row may come to.
+        """
         self.num_caches += 1
-        return PagedCache(self.pool, self.sliding_windows, copies_per_row, expected_length)
+        return PagedCache(self.pool, self.sliding_windows, copies_per_row, min(expected_length, _MAX_ROOM))
 
     def attention_is_ours(self) -> bool:
         """Whether the model still calls our attention function."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
-from .generation.mixin import TurboGenerationMixin
+from .generation.mixin import original_class, patched_class
 from .handle import PatchHandle
 from .modeling.attention import AttentionName, register
 
@@ -40,7 +39,7 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
     if is_patched(target):
         unpatch(target)
     register()
-    handle = PatchHandle(turbo_config)
+    handle = PatchHandle(turbo_config, target.device.type)
     if reason := why_not(target):
         handle.model_reason = reason
         handle.step_aside(reason)
@@ -48,7 +47,7 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
         handle.sliding_windows = _sliding_windows(target.config.get_text_config(decoder=True))
         _take_over_attention(target, handle)
     target.__dict__[_HANDLE] = handle
-    target.__class__ = patched_class(type(target))
+    target.__class__ = patched_class(type(target))  # type: ignore[arg-type]
     return model
 
 
@@ -57,7 +56,7 @@ def unpatch(model: Model) -> Model:
     target = _target(model)
     if is_patched(target):
         handle: PatchHandle = target.__dict__.pop(_HANDLE)
-        target.__class__ = type(target)._hf_turbo_original_class
+        target.__class__ = original_class(target)
         for module, name, value in reversed(handle.undo):
             setattr(module, name, value)
     return model
@@ -108,18 +107,6 @@ def handle_of(model: nn.Module) -> PatchHandle:
     return target.__dict__[_HANDLE]
 
 
-@cache
-def patched_class(original: type) -> type:
-    """A subclass of `original` under the same name, with our mixin first."""
-    body = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_hf_turbo_original_class": original,
-    }
-    return type(original.__name__, (TurboGenerationMixin, original), body)
-
-
 def why_not(model: PreTrainedModel) -> str | None:
     """Why a model can't be accelerated at all; None if it can."""
     if model.config.is_encoder_decoder:
@@ -160,7 +147,7 @@ def _take_over_attention(model: PreTrainedModel, handle: PatchHandle) -> None:
 def _target(model: nn.Module) -> PreTrainedModel:
     """The Transformers model itself, out of what PEFT puts around it."""
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+        model = model.get_base_model()  # type: ignore[operator]
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"a {type(model).__name__} is not a Transformers model")
     if not model.can_generate():

@@ -62,7 +62,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         accelerated=accelerated,
         stepped_aside=dict(handle.stepped_aside),
-        block_size=handle.config.block_size,
+        block_size=handle.pool.block_size,
         blocks_total=sum(g.manager.num_blocks for g in groups),
         blocks_in_use=sum(g.manager.num_used for g in groups),
         blocks_shared=sum(g.manager.num_shared for g in groups),

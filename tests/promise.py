@@ -1,9 +1,9 @@
 """What hf_turbo promises of a text, as a check.
 
-In fp32 the tokens equal those of the unpatched model. In bf16 and fp16 they equal it up to rounding: at the first step
-that differs, the reference's top-1 to top-2 gap is within rounding. No more can be asked there: the shape of a batch
-alone changes how sums are rounded, and a near tie flips. After that step the texts have different pasts, so nothing
-about them can be compared.
+In fp32 the tokens equal those of the unpatched model. In bf16 and fp16 they equal it up to rounding: at the
+first step that differs, the reference's top-1 to top-2 gap is within rounding. No more can be asked there:
+the shape of a batch alone changes how sums are rounded, and a near tie flips. After that step the texts have
+different pasts, so nothing about them can be compared.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def assert_promise(
     """Checks new tokens `[rows, steps]` against the reference's and its logits `[rows, steps, vocab]`.
 
     Args:
-        noise: `[rows, steps]`, how far the reference's own logits are from those in fp32, where that was measured: a
-            deep or a peaked model multiplies rounding.
+        noise: `[rows, steps]`, how far the reference's own logits are from those in fp32, where that was
+            measured: a deep or a peaked model multiplies rounding.
 
     Returns:
         How many rows differ, each at a near tie.
     """
     assert got.shape == reference.shape == logits.shape[:2], f"{context}: {got.shape}, {reference.shape}"
     if dtype == torch.float32:
-        assert torch.equal(got, reference), f"{context}: fp32 texts differ at {(got != reference).nonzero()[0].tolist()}"
+        differing = (got != reference).nonzero().tolist()
+        assert not differing, f"{context}: fp32 texts differ at {differing[0]}"
         return 0
     differing = 0
     for row in range(len(got)):
@@ -51,7 +52,7 @@ def assert_promise(
         best = here.max() - here[got[row, step]]  # no less than the gap of top-1 to top-2
         limit = rounding(here, dtype) + (0.0 if noise is None else 2 * noise[row, step].item())
         assert best <= limit, (
-            f"{context}: row {row} differs first at step {step}, where the reference prefers its token by {best:.4f}; "
-            f"rounding explains {limit:.4f}"
+            f"{context}: row {row} differs first at step {step}, where the reference prefers its token "
+            f"by {best:.4f}; rounding explains {limit:.4f}"
         )
     return differing

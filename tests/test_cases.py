@@ -1,4 +1,4 @@
-"""CASES.md, by number: what users of neighbouring projects hit. fp32, token for token against the unpatched model."""
+"""What users of neighbouring projects hit, by number. fp32, token for token against the unpatched model."""
 
 from functools import cache
 
@@ -108,9 +108,7 @@ def test_c03_return_sequences(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize(
-    "options", [dict(do_sample=True, num_return_sequences=4), dict(num_beams=4)], ids=str
-)
+@pytest.mark.parametrize("options", [dict(do_sample=True, num_return_sequences=4), dict(num_beams=4)], ids=str)
 def test_c03_given_cache_of_fewer_rows(name, options):
     """A cache of 2 rows goes into a call that makes 8: it is widened, sharing its blocks."""
     stock, model = pair(name, 4)
@@ -246,9 +244,7 @@ def test_c08_poison_would_show(monkeypatch):
     assert not torch.stack(logits).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, dict(num_beams=4), dict(do_sample=True, num_return_sequences=3)], ids=str
-)
+@pytest.mark.parametrize("options", [{}, dict(num_beams=4), dict(do_sample=True, num_return_sequences=3)], ids=str)
 def test_c08_pool_is_used_again(options):
     _, model = twins("gemma2")
     generate(model, prompt(2, 40), 16, **options)
@@ -289,9 +285,7 @@ def test_c10_chunks_by_hand(name):
     batch = ragged(3, 17, 33)
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     real = batch["attention_mask"].bool()
-    expected = forward(
-        stock, batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions
-    )
+    expected = forward(stock, batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions)
     for chunk in CHUNKS:
         cache, parts = hf_turbo.paged_cache(model), []
         for start in range(0, 33, chunk):

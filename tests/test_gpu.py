@@ -39,18 +39,16 @@ def gpu_twins(name, dtype, block_size=16, **overrides):
     pair = [one.to("cuda", dtype) for one in twins(name, block_size, **overrides)]
     for one in pair:
         if name == "gpt_oss":
-            one.set_experts_implementation(
-                "eager"
-            )  # the grouped matrix product wants bf16 and larger experts
+            one.set_experts_implementation("eager")  # the grouped matrix product wants bf16 and larger experts
     return pair
 
 
 def llama(layers=2, heads=32, kv_heads=4, head_dim=128):
     """A model whose cache outweighs all else."""
     config = LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=32_768, eos_token_id=None,
-        pad_token_id=0,
+        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=layers, head_dim=head_dim,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=32_768,
+        eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
@@ -60,14 +58,7 @@ def llama(layers=2, heads=32, kv_heads=4, head_dim=128):
 
 def kv_bytes(model, tokens: int) -> int:
     config = model.config
-    return (
-        2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * config.head_dim
-        * tokens
-        * model.dtype.itemsize
-    )
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens * model.dtype.itemsize
 
 
 class Memory:
@@ -113,9 +104,7 @@ def test_c02_padded_rows(name, dtype, prompt_attention):
     assert torch.stack(output.logits).isfinite().all()
     ids, mask = batch.values()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = forward(
-        model, ids, hf_turbo.paged_cache(model), attention_mask=mask, position_ids=positions
-    ).logits
+    logits = forward(model, ids, hf_turbo.paged_cache(model), attention_mask=mask, position_ids=positions).logits
     same_dtype = forward(stock, ids, attention_mask=mask, position_ids=positions).logits
     exact = forward(stock.float(), ids, attention_mask=mask, position_ids=positions).logits
     real = mask.bool()
@@ -170,9 +159,7 @@ SIZES += [(dim, BLOCK_SIZES[i % 5]) for i, dim in enumerate(HEAD_DIMS) if dim !=
 
 @pytest.mark.parametrize("head_dim, block_size", SIZES)
 def test_p06_head_and_block_sizes(head_dim, block_size):
-    options = dict(
-        head_dim=head_dim, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
-    )
+    options = dict(head_dim=head_dim, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
     stock, model = gpu_twins("llama", torch.float32, block_size, **options)
     ids = prompt(2, 264).cuda()
     cache = hf_turbo.paged_cache(model)
@@ -199,9 +186,7 @@ def test_r01_peak_is_the_cache():
     assert allowed < 2 * exact, "the bound would let a second copy through"
     assert memory.peak <= allowed, f"{memory.peak / MiB:.0f} MiB, allowed {allowed / MiB:.0f}"
     report = hf_turbo.report(model)
-    assert report.kv_bytes <= exact + 16 * report.kv_bytes / (8192 + 511), (
-        "more than the end of one block is wasted"
-    )
+    assert report.kv_bytes <= exact + 16 * report.kv_bytes / (8192 + 511), "more than the end of one block is wasted"
     assert report.pool_bytes <= 1.1 * exact
     del output
 
@@ -281,20 +266,12 @@ def test_r04_decode_expands_nothing(padding, head_dim):
 
     for _ in range(20):  # also past the edge of a block
         decode()
-    stored = sum(
-        t.untyped_storage().nbytes() for g in _groups(model) for s in g._stores.values() for t in _tensors(s)
-    )
-    assert stored <= 1.2 * kv_bytes(model, rows * (LONG + 40) - padding), (
-        "more is stored than the key-value heads"
-    )
-    expanded = (
-        32 * LONG * head_dim * model.dtype.itemsize
-    )  # K or V of one layer, repeated for the query heads
+    stored = sum(t.untyped_storage().nbytes() for g in _groups(model) for s in g._stores.values() for t in _tensors(s))
+    assert stored <= 1.2 * kv_bytes(model, rows * (LONG + 40) - padding), "more is stored than the key-value heads"
+    expanded = 32 * LONG * head_dim * model.dtype.itemsize  # K or V of one layer, repeated for the query heads
     with Memory() as memory:
         largest = largest_allocation(decode)
-    assert largest < expanded / 8, (
-        f"an op allocated {largest / MiB:.1f} MiB; K of all heads is {expanded / MiB:.0f}"
-    )
+    assert largest < expanded / 8, f"an op allocated {largest / MiB:.1f} MiB; K of all heads is {expanded / MiB:.0f}"
     assert memory.peak < expanded / 4, f"{memory.peak / MiB:.1f} MiB in a step"
     assert not stepped_aside(model)
 

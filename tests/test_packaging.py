@@ -88,9 +88,7 @@ def test_block_manager_needs_no_torch():
 
 
 def test_optional_packages_are_imported_where_they_are_used():
-    kernels = {
-        PACKAGE / "ops" / name for name in ("paged_attention.py", "store_kv.py")
-    }  # dispatch imports them late
+    kernels = {PACKAGE / "ops" / name for name in ("paged_attention.py", "store_kv.py")}  # dispatch imports them late
     for path in FILES:
         found = {module.split(".")[0] for module in imports(path, everywhere=False)} & OPTIONAL
         assert found <= ({"triton"} if path in kernels else set()), path

@@ -45,9 +45,7 @@ def snapshot(model) -> dict:
         "generation config object": id(model.generation_config),
         "attributes": {(path, name): id(value) for path, m in modules for name, value in vars(m).items()},
         "forwards": {path: (m.forward.__func__, id(m.forward.__self__)) for path, m in modules},
-        "hooks": {
-            (path, hooks): dict(vars(m)[hooks]) for path, m in modules for hooks in HOOKS if hooks in vars(m)
-        },
+        "hooks": {(path, hooks): dict(vars(m)[hooks]) for path, m in modules for hooks in HOOKS if hooks in vars(m)},
         "state": {key: value.data_ptr() for key, value in model.state_dict().items()},
         "repr": repr(model),
     }
@@ -139,9 +137,7 @@ def test_p02_user_arguments_are_not_changed():
     """One dict of arguments for models of 2 and of 5 layers."""
     _, small = twins("llama")
     stock, large = twins("llama", num_hidden_layers=5)
-    arguments = dict(
-        max_new_tokens=6, do_sample=False, num_beams=2, cache_implementation=None, use_cache=True
-    )
+    arguments = dict(max_new_tokens=6, do_sample=False, num_beams=2, cache_implementation=None, use_cache=True)
     before = copy.deepcopy(arguments)
     small.generate(**BATCH, **arguments)
     assert torch.equal(large.generate(**BATCH, **arguments), stock.generate(**BATCH, **arguments))
@@ -236,7 +232,8 @@ import torch
 from transformers import AutoModelForCausalLM
 ids = torch.tensor(json.loads(sys.argv[2]))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print("TEXT", model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False).tolist())
+texts = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+print("TEXT", texts.tolist())
 """
 
 

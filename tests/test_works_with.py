@@ -39,8 +39,7 @@ def test_pipeline(tokenizer, options):
     options = dict(max_new_tokens=8, do_sample=False, **options)
     with accelerated(model):
         got, expected = (
-            pipeline("text-generation", model=one, tokenizer=tokenizer)(texts, **options)
-            for one in (model, stock)
+            pipeline("text-generation", model=one, tokenizer=tokenizer)(texts, **options) for one in (model, stock)
         )
     assert got == expected
 
@@ -51,9 +50,7 @@ def test_pipeline(tokenizer, options):
 def lora(model) -> PeftModel:
     """The same adapter every time, with weights that make a difference."""
     torch.manual_seed(5)
-    wrapped = get_peft_model(
-        model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
-    )
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
     return wrapped.eval()
 
 
@@ -176,6 +173,7 @@ def test_hooks_are_called(order):
     assert hook.calls == 16 and model.model.layers[1]._hf_hook is hook
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # the weights are elsewhere between calls
 def test_offloaded_weights():
     """Weights that come to the device for their layer's forward and leave again."""
     stock, model = build("llama"), build("llama")
@@ -196,9 +194,7 @@ def test_layers_on_two_gpus(name, tmp_path):
     stock.save_pretrained(tmp_path)
     device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
     device_map |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
-    model = hf_turbo.patch(
-        AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, dtype=torch.float32)
-    )
+    model = hf_turbo.patch(AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, dtype=torch.float32))
     one = stock.cuda(0)
     batch = {key: value.cuda(0) for key, value in BATCH.items()}
     with accelerated(model):

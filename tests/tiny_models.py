@@ -286,14 +286,16 @@ ZOO: dict[str, Tiny] = {
     ),
     # attention of their own, or a bias in it
     "bloom": Tiny(expect=STEPS_ASIDE, seed=9),
-    "doge": Tiny({"keep_window_size": WINDOW}, guards=_off("keep_window_size", 4096), expect=STEPS_ASIDE),
+    "doge": Tiny(
+        {"sliding_window": None, "keep_window_size": 4},
+        guards=_off("keep_window_size", 4096),
+        expect=STEPS_ASIDE,
+    ),
     "falcon": Tiny(expect=STEPS_ASIDE),
     "falcon-alibi": Tiny({"alibi": True}, expect=STEPS_ASIDE, model_type="falcon", seed=8),
     "diffllama": Tiny(expect=STEPS_ASIDE),
     "jetmoe": Tiny({"kv_channels": 8}, expect=STEPS_ASIDE),
-    "gpt_neo": Tiny(
-        {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW}, expect=STEPS_ASIDE
-    ),
+    "gpt_neo": Tiny({"attention_types": [[["global", "local"], 1]], "window_size": WINDOW}, expect=STEPS_ASIDE),
     "gpt_neox_japanese": Tiny(expect=STEPS_ASIDE),
     "mpt": Tiny(expect=STEPS_ASIDE, seed=4),
     "openai-gpt": Tiny(expect=STEPS_ASIDE, seed=15),

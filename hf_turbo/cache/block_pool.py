@@ -69,9 +69,7 @@ class LayerStore:
             for segments in (self.kv.k_segments, self.kv.v_segments):
                 segments[to_segment].index_copy_(0, targets_, segments[from_segment].index_select(0, sources_))
 
-    def _segments(
-        self, old: list[torch.Tensor], sizes: list[int], head_dim: int
-    ) -> tuple[torch.Tensor, ...]:
+    def _segments(self, old: list[torch.Tensor], sizes: list[int], head_dim: int) -> tuple[torch.Tensor, ...]:
         kept = [t if len(t) == size else None for t, size in zip(old, sizes, strict=False)]
         kept += [None] * (len(sizes) - len(kept))
         old.clear()

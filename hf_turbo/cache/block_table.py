@@ -24,7 +24,8 @@ class BlockTable:
         self.group = group
         self.rows: list[list[int]] = []
         self.first: list[int] = []
-        self._reserve = self.num_blocks(expected_length)
+        #: Blocks that a row gets room for in a row.
+        self.reserve = self.num_blocks(expected_length)
         self._mirror: torch.Tensor | None = None  # int32 [rows, columns]: the same on a device
         self._changes: list[tuple[int, int, int]] = []  # (row, column, id) that the mirror lacks
 
@@ -48,7 +49,8 @@ class BlockTable:
             copies_per_row: so many neighbouring rows, all empty so far, are the same prompt and share its blocks.
 
         Returns:
-            Blocks whose content must be copied before anything is written, as `(from, to)`.
+            Blocks whose content must be copied before anything is written, as `(from, to)`. The caller releases
+            the sources, once they are copied.
         """
         while len(self.rows) < len(new_lens):
             self.rows.append([])
@@ -63,20 +65,20 @@ class BlockTable:
             held = self.first[row] + len(self.rows[row])
             wanted[row] = max(self.num_blocks(new_lens[row]) - held, 0)
         own = [row for row in leaders if self._writes_to_shared(row, old_lens[row], new_lens[row])]
-        room = sum(max(n, self._reserve) for row, n in enumerate(wanted) if row in leaders and not self.rows[row])
+        room = sum(max(wanted[row], copies_per_row * self.reserve) for row in leaders if not self.rows[row])
         self.group.ensure_free(max(sum(wanted) + len(own), room))
-        copies = [(self.rows[row][-1], self._replace_last(row)) for row in own]
+        copies = self._replace_shared(own)
         for row in leaders:
             if wanted[row]:
                 last = self.rows[row][-1] if self.rows[row] else None
-                reserve = 0 if self.rows[row] else self._reserve
+                reserve = 0 if self.rows[row] else self.reserve
                 ids = self.group.allocate(wanted[row], last, reserve)
                 column = self.first[row] + len(self.rows[row])
                 self._changes.extend((row, column + i, block) for i, block in enumerate(ids))
                 self.rows[row].extend(ids)
         if copies_per_row > 1:
             self._share_leaders(copies_per_row)
-        return [pair for pair in copies if pair[0] != pair[1]]
+        return copies
 
     def truncate(self, new_lens: Sequence[int]) -> None:
         """Frees the blocks past the new lengths."""
@@ -108,7 +110,7 @@ class BlockTable:
     def copy(self) -> BlockTable:
         """Another owner of the same blocks."""
         other = BlockTable(self.group)
-        other.rows, other.first, other._reserve = [list(row) for row in self.rows], list(self.first), self._reserve
+        other.rows, other.first, other.reserve = [list(row) for row in self.rows], list(self.first), self.reserve
         for row in other.rows:
             self.group.retain(row)
         return other
@@ -150,16 +152,19 @@ class BlockTable:
             return False
         return self.group.manager.owners(self.rows[row][-1]) > 1
 
-    def _replace_last(self, row: int) -> int:
-        shared = self.rows[row][-1]
-        if self.group.manager.owners(shared) == 1:  # the other owners have just taken copies of their own
-            return shared
-        [block] = self.group.allocate(1)
-        self.group.release([shared])
-        self.rows[row][-1] = block
-        self.group.copied_blocks += 1
-        self._changes.append((row, self.first[row] + len(self.rows[row]) - 1, block))
-        return block
+    def _replace_shared(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Gives rows that will write to a shared last block one of their own; the last owner keeps the block."""
+        copies: list[tuple[int, int]] = []
+        for row in rows:
+            shared = self.rows[row][-1]
+            leaving = sum(source == shared for source, _ in copies)
+            if self.group.manager.owners(shared) - leaving > 1:
+                [block] = self.group.allocate(1)
+                copies.append((shared, block))
+                self.rows[row][-1] = block
+                self._changes.append((row, self.first[row] + len(self.rows[row]) - 1, block))
+        self.group.copied_blocks += len(copies)
+        return copies
 
     def _share_leaders(self, copies_per_row: int) -> None:
         for row in range(len(self.rows)):

@@ -113,7 +113,12 @@ class ForwardPlan:
 
 
 def make_plan(
-    table: BlockTable, layout: RowLayout, start: int, q_len: int, keep_window: int | None, dense: bool,
+    table: BlockTable,
+    layout: RowLayout,
+    start: int,
+    q_len: int,
+    keep_window: int | None,
+    dense: bool,
     device: torch.device,
 ) -> tuple[ForwardPlan, list[tuple[int, int]]]:
     """Takes the blocks that a forward needs and works out its geometry.
@@ -127,9 +132,10 @@ def make_plan(
     old_lens, new_lens = layout.lengths(start), layout.lengths(start + q_len)
     is_fresh = not any(old_lens)
     copies_per_row = layout.copies_per_row if is_fresh else 1
-    store_tail = start == 0 and not dense and keep_window is not None and keep_window > 1 and table.group.prompts_read_blocks is False
+    window = keep_window or 0
+    store_tail = window > 1 and start == 0 and not dense and table.group.prompts_read_blocks is False
     ends = new_lens if store_tail else old_lens
-    keep_from = [0 if keep_window is None else max(end - keep_window + 1, 0) for end in ends]
+    keep_from = [max(end - window + 1, 0) if window else 0 for end in ends]
     copies = table.grow(old_lens, new_lens, keep_from, copies_per_row)
 
     def metadata(step: int) -> AttentionMetadata:
@@ -154,8 +160,11 @@ def make_plan(
 
     full = metadata(1)
     plan = ForwardPlan(
-        start, q_len, full, full if copies_per_row == 1 else metadata(copies_per_row),
-        keep_last=keep_window - 1 if store_tail and keep_window is not None else None,
+        start,
+        q_len,
+        full,
+        full if copies_per_row == 1 else metadata(copies_per_row),
+        keep_last=window - 1 if store_tail else None,
         dense=dense,
         copies_per_row=copies_per_row,
         query_index=_real_tokens(full.q_lens_cpu, q_len, device),

@@ -50,11 +50,15 @@ class LayerGroup:
             raise ValueError(f"the cache holds {len(self.layout.padding)} rows, this forward brings {num_rows}")
         if self.num_columns != start:  # a forward that took blocks, then failed
             self.table.truncate(self.layout.lengths(start))
+        if device.type != "cpu":
+            # Room to grow in a row is for reading in place. On a CPU memory that nobody has written to costs nothing.
+            self.table.reserve = 0
         window = None if self.record_past else self.sliding_window
         self.plan, copies = make_plan(self.table, self.layout, start, q_len, window, dense, device)
         if copies:
             for layer in self.layers:
                 layer.copy_blocks(copies)
+            self.table.group.release([source for source, _ in copies])
         self.num_columns = start + q_len
         return self.plan
 
@@ -112,7 +116,7 @@ class PagedLayer(CacheLayerMixin):
         return f"PagedLayer(sliding_window={self.sliding_window}, length={self.length})"
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self.store is not None
 
     @property
@@ -140,11 +144,11 @@ class PagedLayer(CacheLayerMixin):
         return None if self.store is None else self.store.dtype
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         return self.dense(self._first_column(self.length))[0] if self.length else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         return self.dense(self._first_column(self.length))[1] if self.length else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -266,6 +270,7 @@ class PagedCache(Cache):
 
     def _adopt(self, tables: dict[int | None, BlockTable], sliding_windows: Sequence[int | None]) -> None:
         self.groups = {window: LayerGroup(table, self.layout) for window, table in tables.items()}
+        self.layers: list[PagedLayer]  # type: ignore[assignment]
         super().__init__(layers=[PagedLayer(self.groups[w], i) for i, w in enumerate(sliding_windows)])
         for group in self.groups.values():
             weakref.finalize(self, group.release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +19,15 @@ class TurboGenerationMixin:
     _hf_turbo_original_class: type
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        mode: Any,
+        batch_size: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Puts a `PagedCache` where Transformers would put a `DynamicCache`. `batch_size` counts prompts, not copies."""
+        """Puts a `PagedCache` where Transformers would put a `DynamicCache`; `batch_size` counts prompts."""
         handle = self._hf_turbo
         given = model_kwargs.get(CACHE_NAME)
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -62,13 +69,28 @@ class TurboGenerationMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles by way of the original class: the patched one exists in memory only."""
-        make, arguments, *rest = super().__reduce_ex__(protocol)
-        return (_make_patched, (self._hf_turbo_original_class,), *rest)
+        state = super().__reduce_ex__(protocol)[2:]
+        return (_make_patched, (self._hf_turbo_original_class,), *state)
 
 
-def _make_patched(original: type) -> Any:
-    from ..patching import patched_class
+@cache
+def patched_class(original: Any) -> Any:
+    """A subclass of `original` under the same name, with our mixin first."""
+    body = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_hf_turbo_original_class": original,
+    }
+    return type(original.__name__, (TurboGenerationMixin, original), body)
 
+
+def original_class(model: Any) -> Any:
+    """The class that a patched instance had before."""
+    return type(model)._hf_turbo_original_class
+
+
+def _make_patched(original: Any) -> Any:
     cls = patched_class(original)
     return cls.__new__(cls)
 

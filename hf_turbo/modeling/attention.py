@@ -172,7 +172,7 @@ def _say_once(reason: str) -> None:
     logger.warning("hf_turbo steps aside: %s", reason)
 
 
-def _name(module: torch.nn.Module) -> AttentionName:
+def _name(module: Any) -> AttentionName:
     return module.config._attn_implementation
 
 
@@ -186,12 +186,11 @@ def _stock_mask(config: Any, **kwargs: Any) -> Any:
 
 def _stock_attention(module: torch.nn.Module) -> Callable[..., Any]:
     """The attention function that ours stands in for."""
-    eager = next(
-        (
-            function
-            for cls in type(module).__mro__
-            if (function := getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None))
-        ),
-        None,
-    )
-    return ALL_ATTENTION_FUNCTIONS.get_interface(_name(module).base, eager)
+    modules = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    eager = next((f for m in modules if (f := getattr(m, "eager_attention_forward", None))), None)
+    base = _name(module).base
+    if base == "eager" and eager is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has no eager_attention_forward beside it; use another attn_implementation"
+        )
+    return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)  # type: ignore[arg-type]

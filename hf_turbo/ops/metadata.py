@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from .block_ids import MAX_SEGMENTS, block_runs
+from .block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK, block_runs
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,20 @@ class AttentionMetadata:
     def runs(self) -> list[list[tuple[int, int, int]]]:
         """Per sequence, its live blocks as `(segment, first index, count)` runs that lie in a row."""
         return [block_runs(ids) for ids in self.block_ids_cpu]
+
+    @cached_property
+    def gather_index(self) -> tuple[int, torch.Tensor] | None:
+        """For a step of one token a row: the segment that all blocks are in, and their indices, row after row.
+
+        None where rows are not equally long, or not in one segment.
+        """
+        rows = zip(self.seq_lens_cpu, self.block_ids_cpu, self.first_blocks_cpu, strict=True)
+        shapes = {(seq_len, len(ids), first) for seq_len, ids, first in rows}
+        ids = [block for row in self.block_ids_cpu for block in row]
+        segments = {block >> SEGMENT_BITS for block in ids}
+        if self.max_seqlen_q > 1 or len(shapes) != 1 or len(segments) != 1:
+            return None
+        return segments.pop(), torch.tensor(ids) & SEGMENT_MASK
 
     def on(self, device: torch.device) -> AttentionMetadata:
         """The same with its tensors on `device`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +43,7 @@ def attend_prompt(
     """
     window = metadata.sliding_window
     if q.device.type == "cpu":
-        return reference.prompt_attention(
-            q, k, v, metadata.q_lens_cpu, softmax_scale, window, logit_softcap, sinks
-        )
+        return reference.prompt_attention(q, k, v, metadata.q_lens_cpu, softmax_scale, window, logit_softcap, sinks)
     if choice == "triton" or not _flash_serves(q, k, v, sinks):
         return None
     if choice == "flash_attn":
@@ -72,7 +71,7 @@ def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torc
 
 
 @cache
-def _varlen_arguments() -> tuple[Callable[..., torch.Tensor], frozenset[str]] | None:
+def _varlen_arguments() -> tuple[Callable[..., Any], frozenset[str]] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -106,6 +105,5 @@ def _flash_attn(
 
     lens, longest = metadata.cu_seqlens_q, metadata.max_seqlen_q
     span = (-1 if metadata.sliding_window is None else metadata.sliding_window - 1, 0)
-    return flash_attn_varlen_func(
-        q, k, v, lens, lens, longest, longest, softmax_scale=scale, causal=True, window_size=span, softcap=softcap or 0.0
-    )
+    options = {"softmax_scale": scale, "causal": True, "window_size": span, "softcap": softcap or 0.0}
+    return flash_attn_varlen_func(q, k, v, lens, lens, longest, longest, **options)

@@ -64,6 +64,8 @@ def paged_attention(
     Returns:
         `[total_q, num_heads, v_head_dim]` in q's dtype. A query that sees nothing gives zeros.
     """
+    if metadata.num_seqs > 1 and any(len(runs) > 1 for runs in metadata.runs) and metadata.gather_index is not None:
+        return _attend_gathered(q, kv, metadata, softmax_scale, logit_softcap, sinks)
     outs, taken, window = [], 0, metadata.sliding_window
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
         if q_len == 0:
@@ -83,6 +85,27 @@ def paged_attention(
     if not outs:
         return q.new_empty(0, q.shape[1], kv.v_segments[0].shape[3])
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attend_gathered(
+    q: torch.Tensor,
+    kv: LayerKV,
+    metadata: AttentionMetadata,
+    softmax_scale: float,
+    logit_softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """A step of equally long rows whose blocks are scattered (beams): joined for all rows at once."""
+    segment, index = metadata.gather_index  # type: ignore[misc]  # the caller has looked
+    seq_len, window = metadata.seq_lens_cpu[0], metadata.sliding_window
+    offset = metadata.first_blocks_cpu[0] * kv.block_size
+    first = 0 if window is None else max(seq_len - window, 0)
+    sides = []
+    for segments in (kv.k_segments, kv.v_segments):
+        blocks = segments[segment].transpose(1, 2).index_select(0, index.to(q.device))  # [n, block_size, heads, dim]
+        tokens = blocks.reshape(metadata.num_seqs, -1, *blocks.shape[2:])
+        sides.append(tokens[:, first - offset : seq_len - offset].transpose(1, 2))
+    return attend(q.unsqueeze(2), sides[0], sides[1], softmax_scale, None, logit_softcap, sinks).squeeze(2)
 
 
 def attend(
@@ -146,8 +169,8 @@ def prompt_attention(
     out = q.new_zeros(batch, q_len, num_heads, v.shape[-1])
     for row, n in enumerate(q_lens):
         if n:
-            one = (x[row : row + 1, :, q_len - n :] for x in (q, k, v))
-            out[row, q_len - n :] = attend(*one, *options)[0].transpose(0, 1)
+            one_q, one_k, one_v = (x[row : row + 1, :, q_len - n :] for x in (q, k, v))
+            out[row, q_len - n :] = attend(one_q, one_k, one_v, *options)[0].transpose(0, 1)
     return out
 
 
@@ -181,9 +204,7 @@ def gather_kv(
     return keys, values
 
 
-def _read(
-    kv: LayerKV, runs: list[tuple[int, int, int]], start: int, stop: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(kv: LayerKV, runs: list[tuple[int, int, int]], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens `start` to `stop` of a sequence's live blocks, `[1, num_kv_heads, tokens, dim]`.
 
     A view if the blocks lie in a row and their tokens do, too.

@@ -16,7 +16,7 @@ def block_id(segment: int, index: int) -> int:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """`owners` is the model: how many owners each block in use has; `segments` are their sizes, 0 where dropped."""
+    """`owners`: how many owners each block in use has; `segments`: their sizes, 0 where dropped."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             behind = 0
             while behind < count and after + 1 + behind in free:
                 behind += 1
-            assert ids[:behind] == list(range(after + 1, after + 1 + behind)), "the room behind `after` was not used"
+            room = list(range(after + 1, after + 1 + behind))
+            assert ids[:behind] == room, "the room behind `after` was not used"
         elif 0 < count <= longest:
             assert ids == list(range(ids[0], ids[0] + count)), "not in a row, though there is a run"
         self.owners |= dict.fromkeys(ids, 1)
@@ -144,7 +145,8 @@ def test_a_reservation_is_not_a_promise():
 
 def test_blocks_of_several_segments_serve_one_request():
     manager = manager_of(2, 3)
-    assert sorted(manager.allocate(5)) == [block_id(0, 0), block_id(0, 1), *(block_id(1, i) for i in range(3))]
+    everything = [block_id(0, 0), block_id(0, 1), *(block_id(1, i) for i in range(3))]
+    assert sorted(manager.allocate(5)) == everything
 
 
 def test_failed_allocation_takes_nothing():

@@ -46,9 +46,12 @@ def test_growth_neither_copies_nor_moves(group, monkeypatch):
     """Growing makes the new segment alone: what is there stays where it is, with its content."""
     made = []
     original = LayerStore._segment
-    monkeypatch.setattr(
-        LayerStore, "_segment", lambda self, blocks, dim: made.append((blocks, dim)) or original(self, blocks, dim)
-    )
+
+    def segment(self, blocks, dim):
+        made.append((blocks, dim))
+        return original(self, blocks, dim)
+
+    monkeypatch.setattr(LayerStore, "_segment", segment)
     store = group.store_for(0, *states())
     group.allocate(10)
     kv = group.cover(store)

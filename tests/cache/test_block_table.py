@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Up to two tables on one group. `memory` stands for the device; `tokens[table][row]` is what must be read."""
+    """Up to two tables on one group. `memory` is the device; `tokens[table][row]` is what must be read."""
 
     def __init__(self):
         super().__init__()
@@ -56,8 +56,10 @@ class TableMachine(RuleBasedStateMachine):
         table, rows = self.tables[which], self.tokens[which]
         old = [len(tokens) for tokens in rows]
         counts = [data.draw(st.integers(0, 5)) for _ in rows]
-        keep_from = [data.draw(st.integers(first * self.size, max(n, first * self.size)))
-                     for n, first in zip(old, table.first, strict=True)]
+        keep_from = [
+            data.draw(st.integers(first * self.size, max(n, first * self.size)))
+            for n, first in zip(old, table.first, strict=True)
+        ]
         pairs = table.grow(old, [n + c for n, c in zip(old, counts, strict=True)], keep_from)
         targets = [target for _, target in pairs]
         assert not set(targets) & {source for source, _ in pairs} and len(set(targets)) == len(targets)
@@ -66,6 +68,7 @@ class TableMachine(RuleBasedStateMachine):
                 self.memory.pop((target, offset), None)
                 if (source, offset) in self.memory:
                     self.memory[target, offset] = self.memory[source, offset]
+        self.group.release([source for source, _ in pairs])
         for tokens, count in zip(rows, counts, strict=True):
             tokens.extend(self.new_tokens(count))
         self.write(which, old)
@@ -76,8 +79,10 @@ class TableMachine(RuleBasedStateMachine):
     def truncate(self, data):
         which = self.pick(data)
         table, rows = self.tables[which], self.tokens[which]
-        lengths = [data.draw(st.integers(min(first * self.size, len(tokens)), len(tokens)))
-                   for tokens, first in zip(rows, table.first, strict=True)]
+        lengths = [
+            data.draw(st.integers(min(first * self.size, len(tokens)), len(tokens)))
+            for tokens, first in zip(rows, table.first, strict=True)
+        ]
         table.truncate(lengths)
         for tokens, length in zip(rows, lengths, strict=True):
             del tokens[length:]
@@ -164,7 +169,9 @@ def test_copies_of_a_prompt_share_its_blocks(group):
     table.grow([0] * 4, [6] * 4, [0] * 4, copies_per_row=4)
     assert table.num_live_blocks == 2 and group.manager.num_used == 2 and group.manager.num_shared == 2
     pairs = table.grow([6] * 4, [7] * 4, [0] * 4)
-    assert [source for source, _ in pairs] == [table.rows[3][1]] * 3, "the last owner keeps the block, three copy it"
+    group.release([source for source, _ in pairs])
+    # the last owner keeps the block, the three others copy it
+    assert [source for source, _ in pairs] == [table.rows[3][1]] * 3
     assert len({row[0] for row in table.rows}) == 1 and len({row[1] for row in table.rows}) == 4
     assert group.copied_blocks == 3
 

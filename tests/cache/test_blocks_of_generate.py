@@ -83,7 +83,8 @@ def test_next_turn_on_a_cropped_cache(name):
 def test_beams_share_the_prompt(capsys, monkeypatch):
     """Four beams on 1,000 tokens hold the whole prompt once, and beside it what each beam wrote by itself."""
     stock, model = twins("llama", max_position_embeddings=2048)
-    beams = [dict.fromkeys(range(blocks_for(1000)), "prompt") for _ in range(4)]  # block -> who wrote to it last
+    # per beam: block -> who wrote to it last
+    beams = [dict.fromkeys(range(blocks_for(1000)), "prompt") for _ in range(4)]
     seen = []
     reorder = PagedCache.reorder_cache
 
@@ -109,7 +110,7 @@ def test_beams_share_the_prompt(capsys, monkeypatch):
     peak = hf_turbo.report(model).peak_blocks
     assert peak <= at_most
     with capsys.disabled():
-        print(f"\nbeam-4 on 1,000 tokens, blocks of 16: {peak} blocks; the tokens of a stock cache fill {at_stock}")
+        print(f"\nbeam-4 on 1,000 tokens: {peak} blocks of 16; the tokens of a stock cache fill {at_stock}")
 
 
 def test_return_sequences_store_the_prompt_once():
@@ -119,10 +120,9 @@ def test_return_sequences_store_the_prompt_once():
 
     def look():
         manager = groups(model)[None].manager
-        flags = manager.free_flags()
-        held = [s << SEGMENT_BITS | i for s, free in enumerate(flags) for i in range(len(free)) if not free[i]]
-        owners.append([manager.owners(b) for b in held])
-        return len(held)
+        blocks = (s << SEGMENT_BITS | i for s, n in enumerate(manager.segment_sizes) for i in range(n))
+        owners.append([n for n in map(manager.owners, blocks) if n])
+        return len(owners[-1])
 
     torch.manual_seed(3)
     options = dict(do_sample=True, num_return_sequences=4)
@@ -152,7 +152,8 @@ def test_windows_hold_little(name, block_size, mode):
     def look():
         return groups(model)[8].manager.num_used
 
-    generate(model, prompt(1, 40), 1)  # the first call learns whether a prompt is attended to through its blocks
+    # the first call learns whether a prompt is attended to through its blocks
+    generate(model, prompt(1, 40), 1)
     with accelerated(model):
         _, seen = probed(model, prompt(1, 40), look, 20, **options)
     most = rows * blocks_for(8 + block_size - 1 + drafted, block_size)
@@ -218,9 +219,7 @@ def test_deepcopied_cache_of_a_call_goes_its_own_way():
         ids = torch.cat([prefix, prompt(1, 4, seed=seed + 9)], dim=1)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE_NAME: own}
         assert torch.equal(new_text(model, inputs), new_text(stock, ids))
-    assert torch.equal(
-        new_text(model, {"input_ids": prefix, "attention_mask": torch.ones_like(prefix)}), new_text(stock, prefix)
-    )
+    assert torch.equal(new_text(model, prefix), new_text(stock, prefix))
 
 
 def test_cache_survives_a_forward_that_failed():

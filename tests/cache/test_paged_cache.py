@@ -25,9 +25,7 @@ class Pair:
         self.pool = BlockPool(block_size)
         self.windows = windows
         self.paged = PagedCache(self.pool, windows)
-        self.stock = Cache(
-            layers=[DynamicLayer() if w is None else DynamicSlidingWindowLayer(sliding_window=w) for w in windows]
-        )
+        self.stock = Cache(layers=[DynamicSlidingWindowLayer(w) if w else DynamicLayer() for w in windows])
 
     def update(self, tokens: int, rows: int = 2) -> None:
         for layer in range(len(self.windows)):
@@ -135,9 +133,8 @@ def test_rows_of_constants(reorder):
     pair = Pair(FULL)
     row = torch.arange(3.0).view(3, 1, 1, 1)
     for layer in range(2):
-        pair.paged.update(
-            (10 + row).expand(3, HEADS, 5, K_DIM).clone(), (20 + row).expand(3, HEADS, 5, V_DIM).clone(), layer
-        )
+        keys, values = (10 + row).expand(3, HEADS, 5, K_DIM), (20 + row).expand(3, HEADS, 5, V_DIM)
+        pair.paged.update(keys.clone(), values.clone(), layer)
     if reorder == "batch_repeat_interleave":
         pair.paged.batch_repeat_interleave(3)
         order = [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -306,8 +303,9 @@ def test_blocks_die_with_the_cache():
 def test_other_dtype_is_refused():
     pair = Pair()
     pair.update(3)
+    keys, values = torch.zeros(2, HEADS, 1, K_DIM), torch.zeros(2, HEADS, 1, V_DIM)
     with pytest.raises(ValueError, match="start from a new cache"):
-        pair.paged.update(torch.zeros(2, HEADS, 1, K_DIM).double(), torch.zeros(2, HEADS, 1, V_DIM).double(), 0)
+        pair.paged.update(keys.double(), values.double(), 0)
 
 
 def test_other_number_of_rows_is_refused():

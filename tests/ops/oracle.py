@@ -90,12 +90,10 @@ def make_case(
     counts = [math.ceil(n / block_size) for n in seq_lens]
     per_segment = math.ceil((sum(counts) + 3) / num_segments)
     k_segments = tuple(
-        make_pool(per_segment + s, num_kv_heads, block_size, k_dim, dtype, device, layout)
-        for s in range(num_segments)
+        make_pool(per_segment + s, num_kv_heads, block_size, k_dim, dtype, device, layout) for s in range(num_segments)
     )
     v_segments = tuple(
-        make_pool(per_segment + s, num_kv_heads, block_size, v_dim, dtype, device, layout)
-        for s in range(num_segments)
+        make_pool(per_segment + s, num_kv_heads, block_size, v_dim, dtype, device, layout) for s in range(num_segments)
     )
     kv = LayerKV.of(k_segments, v_segments)
 

@@ -161,9 +161,7 @@ def kernel_facts(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     ptx = kernel.asm["ptx"]
     return {

@@ -45,9 +45,7 @@ def test_prompt_chunks(config, block_size):
 @CONFIGS
 @pytest.mark.parametrize("window", [1, 5, 20, 100])
 def test_sliding_window(config, window):
-    case = make_case(
-        [12, 1, 1], [45, 50, 3], block_size=8, sliding_window=window, num_segments=2, device=DEVICE
-    )
+    case = make_case([12, 1, 1], [45, 50, 3], block_size=8, sliding_window=window, num_segments=2, device=DEVICE)
     check(case, config)
 
 
@@ -235,9 +233,7 @@ def test_real_sizes(dtype, heads, block_size, lengths):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 def test_captured_graph_is_valid_at_every_length():
-    long = make_case(
-        [1, 1], [3000, 4096], num_heads=32, num_kv_heads=8, k_dim=128, dtype=torch.bfloat16, device=DEVICE
-    )
+    long = make_case([1, 1], [3000, 4096], num_heads=32, num_kv_heads=8, k_dim=128, dtype=torch.bfloat16, device=DEVICE)
     out = torch.full_like(long.q, torch.nan)
     paged_attention(long.q, long.kv, long.metadata, **long.arguments, out=out)
     torch.cuda.synchronize()

@@ -19,9 +19,7 @@ def check_stored(case, keep_last=None):
     """Every slot that should be written holds its value, and every other one is still NaN."""
     for segments, dense in ((case.kv.k_segments, case.keys), (case.kv.v_segments, case.values)):
         wanted = [torch.full_like(segment, torch.nan) for segment in segments]
-        for b, (q_len, seq_len) in enumerate(
-            zip(case.metadata.q_lens_cpu, case.metadata.seq_lens_cpu, strict=True)
-        ):
+        for b, (q_len, seq_len) in enumerate(zip(case.metadata.q_lens_cpu, case.metadata.seq_lens_cpu, strict=True)):
             first = max(seq_len - q_len, seq_len - keep_last if keep_last else 0)
             for position in range(first, seq_len):
                 segment, block, row = case.slot(b, position)
