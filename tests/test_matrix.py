@@ -129,6 +129,7 @@ def test_report(name):
     report = hf_turbo.report(models.patched)
     if expectation(models.stock, name) == ACCELERATED:
         assert report.accelerated, "nothing is accelerated"
+        assert report.peak_blocks, "no block was ever used"
     else:
         assert not report.accelerated, f"accelerated: {report.accelerated}"
         assert report.stepped_aside, "gives no reason for stepping aside"
