@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +21,9 @@ from .modeling.attention import AttentionName, register
 Model = TypeVar("Model", bound=nn.Module)
 
 _HANDLE = "_hf_turbo"
+
+#: Model types that nothing in their structure gives away, and why they step aside.
+_OUT_OF_REACH = {"doge": "the model computes with the attention mask itself"}
 
 
 def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Model:
@@ -111,9 +115,11 @@ def why_not(model: PreTrainedModel) -> str | None:
     """Why a model can't be accelerated at all; None if it can."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models keep two caches"
-    if not model._supports_attention_backend:
+    if not _uses_attention_interface(model):
         return "the model does not use Transformers' attention interface"
     config = model.config.get_text_config(decoder=True)
+    if config.model_type in _OUT_OF_REACH:
+        return _OUT_OF_REACH[config.model_type]
     if getattr(config, "num_kv_shared_layers", None):
         return "layers read the keys of other layers"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
@@ -124,6 +130,12 @@ def why_not(model: PreTrainedModel) -> str | None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"layers with a {type(layer).__name__} (linear attention, convolution or an index) have other states"
     return None
+
+
+def _uses_attention_interface(model: PreTrainedModel) -> bool:
+    """Whether layers look their attention function up by name. (A class may say so, but not all do.)"""
+    modules = {type(module).__module__ for module in model.modules()}
+    return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in modules)
 
 
 def _take_over_attention(model: PreTrainedModel, handle: PatchHandle) -> None:

@@ -58,10 +58,14 @@ def report(model: nn.Module) -> Report:
     handle = handle_of(model)
     groups = list(handle.pool.groups.values())
     kinds = Counter(handle.sliding_windows)
-    accelerated = {_kind(window): f"{n} layers, paged" for window, n in kinds.items()}
+    unsuited = handle.attention and handle.attention.unsuited
+    reasons = dict(handle.stepped_aside)
+    if unsuited:
+        reasons.setdefault(unsuited, 1)
+    how = {_kind(window): f"{n} layer{'s' * (n > 1)} over the paged cache" for window, n in kinds.items()}
     return Report(
-        accelerated=accelerated,
-        stepped_aside=dict(handle.stepped_aside),
+        accelerated={} if unsuited else how,
+        stepped_aside=reasons,
         block_size=handle.pool.block_size,
         blocks_total=sum(g.manager.num_blocks for g in groups),
         blocks_in_use=sum(g.manager.num_used for g in groups),

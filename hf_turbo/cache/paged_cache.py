@@ -16,7 +16,7 @@ from .block_pool import BlockPool, LayerStore
 from .block_table import BlockTable
 from .forward_plan import ForwardPlan, RowLayout, make_plan
 
-#: A key tensor that has been stored carries its layer under this name to the attention function.
+#: Keys and values that have been stored carry their layer under this name to the attention function.
 LAYER_ATTRIBUTE = "_hf_turbo_layer"
 
 
@@ -166,7 +166,7 @@ class PagedLayer(CacheLayerMixin):
         """Stores new keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
 
         Returns:
-            In a forward whose mask came from hf_turbo: the new keys, marked with this layer, and the new values.
+            In a forward whose mask came from hf_turbo: the new keys and values, marked with this layer.
             Otherwise the keys and values that a stock cache would return.
         """
         start, (num_rows, _, q_len, _) = self.length, key_states.shape
@@ -187,6 +187,7 @@ class PagedLayer(CacheLayerMixin):
         if plan.dense:
             return self.dense(self._first_column(start))
         setattr(key_states, LAYER_ATTRIBUTE, self)
+        setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
 
     def kv(self) -> LayerKV:

@@ -99,6 +99,8 @@ def _why_not(handle: PatchHandle, generation_config: Any, model_kwargs: dict[str
     """Why this call can't use the paged cache; None if it can."""
     if not handle.attention_is_ours():
         return "the attention implementation was changed after patching"
+    if handle.attention is not None and handle.attention.unsuited:
+        return handle.attention.unsuited
     if generation_config.cache_implementation is not None:
         return f"cache_implementation={generation_config.cache_implementation!r} was asked for"
     if generation_config.output_attentions:

@@ -41,6 +41,8 @@ class AttentionName(str):
 
     base: str
     prompt_attention: str
+    #: Why this model can't use the paged cache after all: found out at its first prompt.
+    unsuited: str | None = None
 
     def __new__(cls, base: str, prompt_attention: str = "auto") -> AttentionName:
         name = super().__new__(cls, NAME)
@@ -79,7 +81,7 @@ def attention_mask(
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, device=device, config=config, **kwargs,
     )  # fmt: skip
-    if not isinstance(kv_length, MaskLength):
+    if not isinstance(kv_length, MaskLength) or config._attn_implementation.unsuited:
         return stock_mask()
     layer = kv_length.layer
     plain = allow_is_causal_skip and not use_vmap and _is_causal_window(mask_function, local_size)
@@ -111,15 +113,17 @@ def attention(
     """
     layer: PagedLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
-    if plan is not None and (layer is None or layer.group.plan is not plan):
-        raise NotImplementedError(
-            f"{type(module).__name__} changes the keys after it has cached them, or reads another layer's, which "
-            "hf_turbo does not follow; use hf_turbo.unpatch(model) and report the model"
-        )
+    unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
+    if plan is not None and not unchanged:
+        # What is in the cache is not what this layer attends to. In a first prompt it still has all it needs.
+        name = _name(module)
+        name.unsuited = f"{type(module).__name__} changes keys or values after it has cached them, or reads another's"
+        if plan.start > 0:
+            raise NotImplementedError(f"{name.unsuited}; start from an empty cache")
 
     def stock() -> tuple[torch.Tensor, torch.Tensor | None]:
         k, v, mask = key, value, attention_mask
-        if layer is not None and layer.group.plan is not None:
+        if layer is not None and layer.group.plan is not None and (plan is None or unchanged):
             k, v = layer.dense_of_plan(layer.group.plan, key, value)
         if plan is not None and plan.stock_mask is not None:
             mask = plan.stock_mask()
@@ -127,7 +131,7 @@ def attention(
         own = _stock_attention(module)
         return own(module, query, k, v, mask, scaling=scaling, dropout=dropout, **variants, **kwargs)
 
-    if layer is None or plan is None or dropout or _unusual(kwargs):
+    if layer is None or plan is None or not unchanged or dropout or _unusual(kwargs):
         return stock()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     metadata = plan.metadata.on(query.device)
@@ -138,12 +142,12 @@ def attention(
         blocks = layer.group.table.group
         if out is not None:
             blocks.prompts_read_blocks = bool(blocks.prompts_read_blocks)
-            return (out if out.dim() == 4 else plan.unpack(out)), None
+            return (out if out.dim() == 4 else plan.unpack(out)).contiguous(), None
         blocks.prompts_read_blocks = True
         if plan.keep_last is not None:  # the prompt was not stored whole, as no layer had needed it so far
             return stock()
     out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
-    return plan.unpack(out), None
+    return plan.unpack(out).contiguous(), None
 
 
 def _is_causal_window(mask_function: Callable[..., Any], window: int | None) -> bool:
