@@ -18,6 +18,24 @@ _MIN_SEGMENT = 8
 _MANY_SEGMENTS = 32
 
 
+class BlockCopies:
+    """Blocks to copy in every layer, `(from, to)`; none is both. The indices go to a device once, not once a layer."""
+
+    def __init__(self, pairs: list[tuple[int, int]]) -> None:
+        self._by_segment: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for source, target in pairs:
+            segments = source >> SEGMENT_BITS, target >> SEGMENT_BITS
+            self._by_segment[segments].append((source & SEGMENT_MASK, target & SEGMENT_MASK))
+        self._on: dict[torch.device, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def on(self, device: torch.device) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+        """Per pair of segments, the blocks' indices in them, int64."""
+        if device not in self._on:
+            pairs = {segments: torch.tensor(indices).T.to(device) for segments, indices in self._by_segment.items()}
+            self._on[device] = {segments: (both[0], both[1]) for segments, both in pairs.items()}
+        return self._on[device]
+
+
 class LayerStore:
     """The blocks of one layer: one K and one V tensor a segment, made when the layer first needs them.
 
@@ -55,19 +73,13 @@ class LayerStore:
             self.kv = LayerKV.of(k, v)
         return self.kv
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole blocks, `(from, to)`. No block may be both."""
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies whole blocks."""
         if self.kv is None:
             return
-        by_segment: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for source, target in pairs:
-            sources, targets = by_segment[source >> SEGMENT_BITS, target >> SEGMENT_BITS]
-            sources.append(source & SEGMENT_MASK)
-            targets.append(target & SEGMENT_MASK)
-        for (from_segment, to_segment), indices in by_segment.items():
-            sources_, targets_ = torch.tensor(indices, device=self.device)
+        for (from_segment, to_segment), (sources, targets) in copies.on(self.device).items():
             for segments in (self.kv.k_segments, self.kv.v_segments):
-                segments[to_segment].index_copy_(0, targets_, segments[from_segment].index_select(0, sources_))
+                segments[to_segment].index_copy_(0, targets, segments[from_segment].index_select(0, sources))
 
     def _segments(self, old: list[torch.Tensor], sizes: list[int], head_dim: int) -> tuple[torch.Tensor, ...]:
         kept = [t if len(t) == size else None for t, size in zip(old, sizes, strict=False)]

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..compat import crop_argument
 from ..ops import dispatch
 from ..ops.metadata import LayerKV
-from .block_pool import BlockPool, LayerStore
+from .block_pool import BlockCopies, BlockPool, LayerStore
 from .block_table import BlockTable
 from .forward_plan import ForwardPlan, RowLayout, make_plan
 
@@ -56,8 +56,9 @@ class LayerGroup:
         window = None if self.record_past else self.sliding_window
         self.plan, copies = make_plan(self.table, self.layout, start, q_len, window, dense, device)
         if copies:
+            at_once = BlockCopies(copies)
             for layer in self.layers:
-                layer.copy_blocks(copies)
+                layer.copy_blocks(at_once)
             self.table.group.release([source for source, _ in copies])
         self.num_columns = start + q_len
         return self.plan
@@ -196,11 +197,11 @@ class PagedLayer(CacheLayerMixin):
             raise RuntimeError(f"layer {self.layer_idx} has stored nothing yet")
         return self.group.table.group.cover(self.store)
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole blocks, `(from, to)`."""
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copies whole blocks."""
         if self.store is not None:
             self.kv()  # new segments get their tensors
-            self.store.copy(pairs)
+            self.store.copy(copies)
 
     def dense(self, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first_column` on, `[batch, num_kv_heads, columns, head_dim]`.

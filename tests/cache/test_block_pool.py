@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hf_turbo.cache.block_pool import BlockPool, LayerStore
+from hf_turbo.cache.block_pool import BlockCopies, BlockPool, LayerStore
 from hf_turbo.ops.block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 
 HEADS, K_DIM, V_DIM, SIZE = 2, 8, 6, 4
@@ -189,7 +189,7 @@ def test_copy_moves_whole_blocks_between_segments(group):
     ids = [*first, *second]
     content = {b: read(kv, b) for b in ids}
     pairs = [(ids[0], ids[-1]), (ids[1], ids[-2]), (ids[-3], ids[2]), (ids[0], ids[3])]
-    store.copy(pairs)
+    store.copy(BlockCopies(pairs))
     for source, target in pairs:
         for a, b in zip(read(kv, target), content[source], strict=True):
             assert torch.equal(a, b)
