@@ -17,9 +17,10 @@ class TurboConfig:
         block_size: tokens a cache block holds; a multiple of 8 from 8 to 256, or 1, 2 or 4. None: 64 where the model
             is on a GPU, as prompt chunks were measured 20% faster with it than with 16 or 32 and decode steps the
             same; 16 elsewhere, as smaller blocks leave less unused.
-        prompt_attention: what attends within a prompt that has nothing cached before it: "torch" (its FlashAttention),
-            "flash_attn" (the package of that name; an error when it is missing), "triton" (the kernel that reads the
-            blocks), or "auto": the first of these that was measured faster on the device and supports the layer.
+        prompt_attention: what attends on a GPU within a prompt that has nothing cached before it: "torch" (its
+            FlashAttention), "flash_attn" (the package of that name; an error when it is missing) or "triton" (the
+            kernel that reads the blocks). "auto" is "torch", which was measured faster than the kernel. Layers that
+            the choice does not serve (soft caps, sinks, fp32) use the kernel.
 
     Raises:
         ValueError: a value that is not allowed.

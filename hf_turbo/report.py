@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .ops import dispatch
 from .patching import handle_of
 
 
@@ -22,6 +23,8 @@ class Report:
             several owners (beams, return sequences, copies of a cache).
         kv_bytes, peak_kv_bytes: bytes of the blocks in use, now and at most; `pool_bytes`: of all blocks.
         copied_blocks: shared blocks that were copied because a sequence went its own way.
+        tokens_stored, tokens_shared: tokens that went through the cache so far: those that were written, and those of
+            a prompt's copies, whose keys and values were there already.
         caches: how many caches were made.
     """
 
@@ -36,6 +39,8 @@ class Report:
     peak_kv_bytes: int
     pool_bytes: int
     copied_blocks: int
+    tokens_stored: int
+    tokens_shared: int
     caches: int
 
     def __str__(self) -> str:
@@ -45,6 +50,7 @@ class Report:
             f"blocks of {self.block_size} tokens: {self.blocks_in_use} in use ({self.blocks_shared} shared), "
             f"{self.peak_blocks} at most, {self.blocks_total} in the pool",
             f"KV bytes: {self.kv_bytes:,} in use, {self.peak_kv_bytes:,} at most, {self.pool_bytes:,} in the pool",
+            f"tokens: {self.tokens_stored:,} stored, {self.tokens_shared:,} shared, in {self.caches} caches",
         ]
         return "\n".join(lines)
 
@@ -62,7 +68,8 @@ def report(model: nn.Module) -> Report:
     reasons = dict(handle.stepped_aside)
     if unsuited:
         reasons.setdefault(unsuited, 1)
-    how = {_kind(window): f"{n} layer{'s' * (n > 1)} over the paged cache" for window, n in kinds.items()}
+    backend = "Triton" if dispatch.uses_triton(next(model.parameters()).device) else "PyTorch"
+    how = {_kind(w): f"{n} layer{'s' * (n > 1)} over the paged cache ({backend})" for w, n in kinds.items()}
     return Report(
         accelerated={} if unsuited else how,
         stepped_aside=reasons,
@@ -75,6 +82,8 @@ def report(model: nn.Module) -> Report:
         peak_kv_bytes=sum(g.peak_blocks * g.block_bytes for g in groups),
         pool_bytes=sum(g.manager.num_blocks * g.block_bytes for g in groups),
         copied_blocks=sum(g.copied_blocks for g in groups),
+        tokens_stored=max((g.stored_tokens for g in groups), default=0),
+        tokens_shared=max((g.shared_tokens for g in groups), default=0),
         caches=handle.num_caches,
     )
 

@@ -113,6 +113,8 @@ class BlockGroup:
         #: Whether fresh prompts are attended to through their blocks, which then must hold all of the prompt, also
         #: what is out of the window already. None: not known yet. Set by the attention function.
         self.prompts_read_blocks: bool | None = None
+        self.stored_tokens = 0
+        self.shared_tokens = 0  # that were there already: a prompt's copies
         self.peak_blocks = 0
         self.copied_blocks = 0
         self._stores: dict[int, LayerStore] = {}

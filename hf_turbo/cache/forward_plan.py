@@ -159,6 +159,9 @@ def make_plan(
         )
 
     full = metadata(1)
+    stored = sum(full.q_lens_cpu[::copies_per_row])
+    table.group.stored_tokens += stored
+    table.group.shared_tokens += sum(full.q_lens_cpu) - stored
     plan = ForwardPlan(
         start,
         q_len,
