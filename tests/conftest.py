@@ -1,10 +1,16 @@
-"""What all tests share: one thread, fixed seeds, and the modules beside this file under their own names."""
+"""What all tests share: Triton's interpreter, one thread, fixed seeds, and the modules beside this file by name."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter. Triton decides that as it is imported, which the first
+# test module that imports Transformers may do, so it is said here.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 sys.path.insert(0, str(Path(__file__).parent))
 

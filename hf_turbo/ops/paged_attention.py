@@ -310,6 +310,23 @@ _launch_attention = Launcher(_paged_attention_kernel)
 _launch_merge = Launcher(_merge_splits_kernel)
 
 
+def _check(q: torch.Tensor, kv: LayerKV, softmax_scale: float, sinks: torch.Tensor | None) -> None:
+    k_cache, v_cache = kv.k_segments[0], kv.v_segments[0]
+    num_heads, num_kv_heads, k_dim = q.shape[1], k_cache.shape[1], k_cache.shape[3]
+    if num_heads % num_kv_heads or q.shape[2] != k_dim:
+        raise ValueError(
+            f"q must be [total_q, a multiple of {num_kv_heads}, {k_dim}] for this cache, got {list(q.shape)}"
+        )
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(f"q must have the cache's dtype, got {q.dtype}, {k_cache.dtype} and {v_cache.dtype}")
+    if q.stride(2) != 1:
+        raise ValueError("the last dimension of q must have stride 1")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale must be positive, got {softmax_scale}")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must be [{num_heads}], one a head, got {list(sinks.shape)}")
+
+
 def paged_attention(
     q: torch.Tensor,
     kv: LayerKV,
@@ -341,19 +358,8 @@ def paged_attention(
     _, num_kv_heads, block_size, k_dim = k_cache.shape
     v_dim = v_cache.shape[3]
     total_q, num_heads, _ = q.shape
-    group, remainder = divmod(num_heads, num_kv_heads)
-    if remainder or q.shape[2] != k_dim:
-        raise ValueError(
-            f"q must be [total_q, a multiple of {num_kv_heads}, {k_dim}] for this cache, got {list(q.shape)}"
-        )
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"q must have the cache's dtype, got {q.dtype}, {k_cache.dtype} and {v_cache.dtype}")
-    if q.stride(2) != 1:
-        raise ValueError("the last dimension of q must have stride 1")
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale must be positive, got {softmax_scale}")
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must be [{num_heads}], one a head, got {list(sinks.shape)}")
+    group = num_heads // num_kv_heads
+    _check(q, kv, softmax_scale, sinks)
     if out is None:
         out = q.new_empty(total_q, num_heads, v_dim)
     elif out.shape != (total_q, num_heads, v_dim) or out.dtype != q.dtype or out.stride(2) != 1:
