@@ -41,6 +41,8 @@ class PatchHandle:
         self.decoder_config: PreTrainedConfig | None = None
         #: (module, attribute, value before): what `unpatch` puts back, newest last.
         self.undo: list[tuple[nn.Module, str, Any]] = []
+        #: (original, the model's copy, the copy's attributes as it was made): what was set since goes to the original.
+        self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = []
 
     def new_cache(self, copies_per_row: int = 1, expected_length: int = 0) -> PagedCache:
         """An empty cache on this model's pool.

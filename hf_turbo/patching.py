@@ -21,6 +21,7 @@ from .modeling.attention import AttentionName, register
 Model = TypeVar("Model", bound=nn.Module)
 
 _HANDLE = "_hf_turbo"
+_MISSING = object()
 
 #: Model types that nothing in their structure gives away, and why they step aside.
 _OUT_OF_REACH = {"doge": "the model computes with the attention mask itself"}
@@ -56,24 +57,32 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
 
 
 def unpatch(model: Model) -> Model:
-    """Gives back exactly what was there before `patch`. A model that isn't patched stays as it is."""
+    """Gives back exactly what was there before `patch`. A model that isn't patched stays as it is.
+
+    What was set on the model's config meanwhile stays set.
+    """
     target = _target(model)
     if is_patched(target):
         handle: PatchHandle = target.__dict__.pop(_HANDLE)
         target.__class__ = original_class(target)
         for module, name, value in reversed(handle.undo):
             setattr(module, name, value)
+        for original, own, before in handle.configs:
+            vars(original).update({name: x for name, x in vars(own).items() if before.get(name, _MISSING) is not x})
     return model
 
 
 @contextmanager
 def patched(model: Model, config: TurboConfig | None = None, **options: Any) -> Iterator[Model]:
-    """`patch` for the length of a `with` block."""
+    """`patch` for the length of a `with` block. A model that was patched before is so again afterwards."""
+    before = handle_of(model).config if is_patched(model) else None
     patch(model, config, **options)
     try:
         yield model
     finally:
         unpatch(model)
+        if before is not None:
+            patch(model, before)
 
 
 def release(model: nn.Module) -> None:
@@ -143,8 +152,9 @@ def _take_over_attention(model: PreTrainedModel, handle: PatchHandle) -> None:
 
     The config object may be shared with another model, so it is copied and replaced wherever a module holds it.
     """
+    originals = _configs(model.config)
     own = copy.deepcopy(model.config)
-    replaced = dict(zip(map(id, _configs(model.config)), _configs(own), strict=True))
+    replaced = dict(zip(map(id, originals), _configs(own), strict=True))
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig) and id(value) in replaced:
@@ -154,6 +164,7 @@ def _take_over_attention(model: PreTrainedModel, handle: PatchHandle) -> None:
     base = str(handle.decoder_config._attn_implementation or "eager")
     handle.attention = AttentionName(base, handle.config.prompt_attention)
     handle.decoder_config._attn_implementation_internal = handle.attention
+    handle.configs = [(original, c, dict(vars(c))) for original, c in zip(originals, _configs(own), strict=True)]
 
 
 def _target(model: nn.Module) -> PreTrainedModel:

@@ -258,6 +258,25 @@ def test_save_pretrained_while_patched(tmp_path):
 # report
 
 
+def test_what_was_set_on_the_config_meanwhile_stays():
+    model = build("llama")
+    original, before = model.config, dict(vars(model.config))
+    hf_turbo.patch(model)
+    model.config.use_cache, model.config.note = False, "mine"
+    assert vars(original) == before, "another model may share it"
+    hf_turbo.unpatch(model)
+    assert model.config is original
+    assert vars(original) == before | {"use_cache": False, "note": "mine"}
+
+
+def test_with_block_on_a_patched_model():
+    """The patch from before comes back, with its options."""
+    model = hf_turbo.patch(build("llama"), block_size=32)
+    with hf_turbo.patched(model, block_size=8):
+        assert hf_turbo.report(model).block_size == 8
+    assert hf_turbo.report(model).block_size == 32
+
+
 def test_report_counts_tokens():
     """Padding is no token, and of a prompt's four copies one is stored."""
     _, model = twins("llama", 4)
