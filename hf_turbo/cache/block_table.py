@@ -27,7 +27,7 @@ class BlockTable:
         #: Blocks that a row gets room for in a row.
         self.reserve = self.num_blocks(expected_length)
         self._mirror: torch.Tensor | None = None  # int32 [rows, columns]: the same on a device
-        self._changes: list[tuple[int, int, int]] = []  # (row, column, id) that the mirror lacks
+        self._changes: dict[tuple[int, int], int] = {}  # (row, column) -> id that the mirror lacks
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -74,7 +74,7 @@ class BlockTable:
                 reserve = 0 if self.rows[row] else self.reserve
                 ids = self.group.allocate(wanted[row], last, reserve)
                 column = self.first[row] + len(self.rows[row])
-                self._changes.extend((row, column + i, block) for i, block in enumerate(ids))
+                self._changes.update({(row, column + i): block for i, block in enumerate(ids)})
                 self.rows[row].extend(ids)
         if copies_per_row > 1:
             self._share_leaders(copies_per_row)
@@ -103,8 +103,8 @@ class BlockTable:
             if i not in kept:
                 self.group.release(row)
         self.rows, self.first = rows, [self.first[i] for i in indices]
+        self._flush()
         if self._mirror is not None:
-            self._flush()
             self._mirror = self._mirror.index_select(0, torch.tensor(indices, device=self._mirror.device))
 
     def copy(self) -> BlockTable:
@@ -119,7 +119,7 @@ class BlockTable:
         """Gives up all blocks."""
         for row in self.rows:
             self.group.release(row)
-        self.rows, self.first, self._mirror, self._changes = [], [], None, []
+        self.rows, self.first, self._mirror, self._changes = [], [], None, {}
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         """The table as int32 `[rows, columns]`; entries past a row's blocks and before its window are anything."""
@@ -135,9 +135,14 @@ class BlockTable:
         return self._mirror  # type: ignore[return-value]
 
     def _flush(self) -> None:
+        """Brings the mirror up to date, or gives it up where it has become too narrow."""
         if self._mirror is not None and self._changes:
-            rows, columns, ids = torch.tensor(self._changes).T.to(self._mirror.device)
-            self._mirror.index_put_((rows, columns), ids.to(torch.int32))
+            if max(column for _, column in self._changes) < self._mirror.shape[1]:
+                changes = torch.tensor([(*place, block) for place, block in self._changes.items()])
+                rows, columns, ids = changes.T.to(self._mirror.device)
+                self._mirror.index_put_((rows, columns), ids.to(torch.int32))
+            else:
+                self._mirror = None
         self._changes.clear()
 
     def _give_up_before(self, row: int, block: int) -> None:
@@ -162,7 +167,7 @@ class BlockTable:
                 [block] = self.group.allocate(1)
                 copies.append((shared, block))
                 self.rows[row][-1] = block
-                self._changes.append((row, self.first[row] + len(self.rows[row]) - 1, block))
+                self._changes[row, self.first[row] + len(self.rows[row]) - 1] = block
         self.group.copied_blocks += len(copies)
         return copies
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,6 +45,21 @@ class LayerKV:
     @property
     def num_kv_heads(self) -> int:
         return self.k_segments[0].shape[1]
+
+
+@dataclass(frozen=True)
+class EvenRows:
+    """Blocks of equally long rows in one segment.
+
+    Args:
+        first, step: where the first row's blocks begin, and how far it is from a row to the next.
+        index: int64, the blocks' indices, row after row, where they don't all lie in a row; None if they do.
+    """
+
+    segment: int
+    first: int
+    step: int
+    index: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -91,18 +107,19 @@ class AttentionMetadata:
         return [block_runs(ids) for ids in self.block_ids_cpu]
 
     @cached_property
-    def gather_index(self) -> tuple[int, torch.Tensor] | None:
-        """For a step of one token a row: the segment that all blocks are in, and their indices, row after row.
-
-        None where rows are not equally long, or not in one segment.
-        """
+    def even_rows(self) -> EvenRows | None:
+        """Where the rows of a step lie, if they have one query each, are equally long and in one segment; else None."""
         rows = zip(self.seq_lens_cpu, self.block_ids_cpu, self.first_blocks_cpu, strict=True)
         shapes = {(seq_len, len(ids), first) for seq_len, ids, first in rows}
         ids = [block for row in self.block_ids_cpu for block in row]
         segments = {block >> SEGMENT_BITS for block in ids}
-        if self.max_seqlen_q > 1 or len(shapes) != 1 or len(segments) != 1:
+        if self.q_lens_cpu.count(1) != self.num_seqs or len(shapes) != 1 or len(segments) != 1:
             return None
-        return segments.pop(), torch.tensor(ids) & SEGMENT_MASK
+        starts = [row[0] & SEGMENT_MASK for row in self.block_ids_cpu]
+        steps = {later - earlier for earlier, later in itertools.pairwise(starts)}
+        in_a_row = all(len(runs) == 1 for runs in self.runs) and len(steps) == 1
+        index = None if in_a_row else torch.tensor(ids) & SEGMENT_MASK
+        return EvenRows(segments.pop(), starts[0], steps.pop() if in_a_row else 0, index)
 
     def on(self, device: torch.device) -> AttentionMetadata:
         """The same with its tensors on `device`."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .block_ids import SEGMENT_BITS, SEGMENT_MASK, block_runs
-from .metadata import AttentionMetadata, LayerKV
+from .metadata import AttentionMetadata, EvenRows, LayerKV
 
 
 def store_kv(
@@ -37,11 +37,16 @@ def store_kv(
         elif seq_len > first:
             positions = torch.arange(first, seq_len)
             blocks = torch.tensor(ids)[positions // size - dead]
-            for segment in set((blocks >> SEGMENT_BITS).tolist()):
-                here = blocks >> SEGMENT_BITS == segment
+            segments = blocks >> SEGMENT_BITS
+            for segment in set(segments.tolist()):
+                here = (
+                    slice(None)
+                    if segment == segments.min() == segments.max()
+                    else (segments == segment).nonzero()[:, 0]
+                )
                 place = ((blocks[here] & SEGMENT_MASK).to(k.device), (positions[here] % size).to(k.device))
-                kv.k_segments[segment].transpose(1, 2)[place] = k[new][here.to(k.device)]
-                kv.v_segments[segment].transpose(1, 2)[place] = v[new][here.to(k.device)]
+                kv.k_segments[segment].transpose(1, 2)[place] = k[new][here]
+                kv.v_segments[segment].transpose(1, 2)[place] = v[new][here]
 
 
 def paged_attention(
@@ -64,8 +69,9 @@ def paged_attention(
     Returns:
         `[total_q, num_heads, v_head_dim]` in q's dtype. A query that sees nothing gives zeros.
     """
-    if metadata.num_seqs > 1 and any(len(runs) > 1 for runs in metadata.runs) and metadata.gather_index is not None:
-        return _attend_gathered(q, kv, metadata, softmax_scale, logit_softcap, sinks)
+    if metadata.num_seqs > 1 and metadata.even_rows is not None:
+        keys, values = _read_even_rows(kv, metadata, metadata.even_rows)
+        return attend(q.unsqueeze(2), keys, values, softmax_scale, None, logit_softcap, sinks).squeeze(2)
     outs, taken, window = [], 0, metadata.sliding_window
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
         if q_len == 0:
@@ -85,27 +91,6 @@ def paged_attention(
     if not outs:
         return q.new_empty(0, q.shape[1], kv.v_segments[0].shape[3])
     return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _attend_gathered(
-    q: torch.Tensor,
-    kv: LayerKV,
-    metadata: AttentionMetadata,
-    softmax_scale: float,
-    logit_softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """A step of equally long rows whose blocks are scattered (beams): joined for all rows at once."""
-    segment, index = metadata.gather_index  # type: ignore[misc]  # the caller has looked
-    seq_len, window = metadata.seq_lens_cpu[0], metadata.sliding_window
-    offset = metadata.first_blocks_cpu[0] * kv.block_size
-    first = 0 if window is None else max(seq_len - window, 0)
-    sides = []
-    for segments in (kv.k_segments, kv.v_segments):
-        blocks = segments[segment].transpose(1, 2).index_select(0, index.to(q.device))  # [n, block_size, heads, dim]
-        tokens = blocks.reshape(metadata.num_seqs, -1, *blocks.shape[2:])
-        sides.append(tokens[:, first - offset : seq_len - offset].transpose(1, 2))
-    return attend(q.unsqueeze(2), sides[0], sides[1], softmax_scale, None, logit_softcap, sinks).squeeze(2)
 
 
 def attend(
@@ -130,13 +115,13 @@ def attend(
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads, kv_len = k.shape[1:3]
     group = num_heads // num_kv_heads
+    if q_len == kv_len and logit_softcap is None and sinks is None and (sliding_window or kv_len) >= kv_len:
+        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=q_len > 1, enable_gqa=group > 1)
     mask = _visible(q_len, kv_len, sliding_window, q.device)
     if logit_softcap is not None or sinks is not None:
         grouped = q.reshape(batch, num_kv_heads, group, q_len, -1)
         scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * softmax_scale
         return _softmax_by_hand(scores, v[:, :, None], mask, logit_softcap, sinks).flatten(1, 2).to(q.dtype)
-    if q_len == kv_len and (sliding_window is None or sliding_window >= kv_len):
-        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=q_len > 1, enable_gqa=group > 1)
     rows = q.reshape(batch, num_kv_heads, group * q_len, -1)  # the queries of a KV head, one head after another
     mask = None if mask is None else mask.repeat(group, 1)
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=softmax_scale)
@@ -221,6 +206,28 @@ def _read(kv: LayerKV, runs: list[tuple[int, int, int]], start: int, stop: int) 
         else:
             pieces = [segments[s][i : i + n].transpose(0, 1).flatten(1, 2) for s, i, n in runs]
             sides.append(torch.cat(pieces, dim=1)[None, :, start:stop])
+    return sides[0], sides[1]
+
+
+def _read_even_rows(kv: LayerKV, metadata: AttentionMetadata, rows: EvenRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the queries of a step see, `[num_seqs, num_kv_heads, tokens, dim]`: a view if all blocks lie in a row."""
+    seq_len, window = metadata.seq_lens_cpu[0], metadata.sliding_window
+    offset = metadata.first_blocks_cpu[0] * kv.block_size
+    start, stop = (0 if window is None else max(seq_len - window, 0)) - offset, seq_len - offset
+    sides = []
+    for segments in (kv.k_segments, kv.v_segments):
+        blocks = segments[rows.segment]
+        num_heads, block_size, dim = blocks.shape[1:]
+        by_block, by_head, by_token, _ = blocks.stride()
+        if rows.index is None and by_block == block_size * by_token:
+            shape = (metadata.num_seqs, num_heads, stop - start, dim)
+            place = blocks.storage_offset() + rows.first * by_block + start * by_token
+            sides.append(blocks.as_strided(shape, (rows.step * by_block, by_head, by_token, 1), place))
+        else:
+            index = torch.tensor(metadata.block_ids_cpu).flatten() & SEGMENT_MASK if rows.index is None else rows.index
+            joined = blocks.transpose(1, 2).index_select(0, index.to(blocks.device))  # [n, block_size, heads, dim]
+            tokens = joined.reshape(metadata.num_seqs, -1, num_heads, dim)
+            sides.append(tokens[:, start:stop].transpose(1, 2))
     return sides[0], sides[1]
 
 
