@@ -117,7 +117,7 @@ class AttentionMetadata:
             return None
         starts = [row[0] & SEGMENT_MASK for row in self.block_ids_cpu]
         steps = {later - earlier for earlier, later in itertools.pairwise(starts)}
-        in_a_row = all(len(runs) == 1 for runs in self.runs) and len(steps) == 1
+        in_a_row = all(len(runs) == 1 for runs in self.runs) and len(steps) == 1 and min(steps) > 0
         index = None if in_a_row else torch.tensor(ids) & SEGMENT_MASK
         return EvenRows(segments.pop(), starts[0], steps.pop() if in_a_row else 0, index)
 

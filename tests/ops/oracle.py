@@ -73,6 +73,7 @@ def make_case(
     strided_q=False,
     max_seqlen_k=None,
     fill=True,
+    placement="scattered",
     seed=0,
 ) -> PagedCase:
     """A random case: permuted blocks over `num_segments` pools, NaN in every slot that is not attended to.
@@ -98,11 +99,17 @@ def make_case(
     kv = LayerKV.of(k_segments, v_segments)
 
     ids = [(s << SEGMENT_BITS) | i for s in range(num_segments) for i in range(per_segment)]
-    ids = [ids[i] for i in torch.randperm(len(ids), generator=generator).tolist()]
+    if placement == "scattered":
+        ids = [ids[i] for i in torch.randperm(len(ids), generator=generator).tolist()]
+    else:
+        ids.reverse()  # they are taken from the end
     table = torch.full((len(seq_lens), max(counts, default=0) + 2), GARBAGE_BLOCK, dtype=torch.int32)
-    for b, (q_len, seq_len) in enumerate(zip(q_lens, seq_lens, strict=True)):
-        first_live = 0 if sliding_window is None else max(seq_len - q_len - sliding_window + 1, 0)
-        for block in range(first_live // block_size, counts[b]):
+    first_blocks = [
+        0 if sliding_window is None else max(n - q_len - sliding_window + 1, 0) // block_size
+        for q_len, n in zip(q_lens, seq_lens, strict=True)
+    ]
+    for b in reversed(range(len(seq_lens))) if placement == "last row first" else range(len(seq_lens)):
+        for block in range(first_blocks[b], counts[b]):
             table[b, block] = ids.pop()
     total_q = sum(q_lens)
     metadata = AttentionMetadata(
@@ -114,6 +121,8 @@ def make_case(
         sliding_window=sliding_window,
         seq_lens_cpu=list(seq_lens),
         q_lens_cpu=list(q_lens),
+        block_ids_cpu=[table[b, first_blocks[b] : counts[b]].tolist() for b in range(len(seq_lens))],
+        first_blocks_cpu=first_blocks,
     )
     q = random(total_q, num_heads, k_dim)
     if strided_q:  # as a slice of a fused projection
