@@ -50,7 +50,7 @@ class Report:
             f"blocks of {self.block_size} tokens: {self.blocks_in_use} in use ({self.blocks_shared} shared), "
             f"{self.peak_blocks} at most, {self.blocks_total} in the pool",
             f"KV bytes: {self.kv_bytes:,} in use, {self.peak_kv_bytes:,} at most, {self.pool_bytes:,} in the pool",
-            f"tokens: {self.tokens_stored:,} stored, {self.tokens_shared:,} shared, in {self.caches} caches",
+            f"tokens: {self.tokens_stored:,} stored, {self.tokens_shared:,} shared; caches made: {self.caches:,}",
         ]
         return "\n".join(lines)
 
