@@ -21,6 +21,9 @@ class TurboConfig:
             FlashAttention), "flash_attn" (the package of that name; an error when it is missing) or "triton" (the
             kernel that reads the blocks). "auto" is "torch", which was measured faster than the kernel. Layers that
             the choice does not serve (soft caps, sinks, fp32) use the kernel.
+        cuda_graphs: on a GPU, capture the decode step of each number of rows once and replay it.
+        fused_layers: in captured steps and long prompts, compute norms, projections, activations, rotary embeddings
+            and residuals together where a kernel knows how.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -29,6 +32,8 @@ class TurboConfig:
 
     block_size: int | None = None
     prompt_attention: PromptAttention = "auto"
+    cuda_graphs: bool = True
+    fused_layers: bool = True
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -38,6 +43,9 @@ class TurboConfig:
             raise ValueError(
                 f"prompt_attention={self.prompt_attention!r}: one of {', '.join(get_args(PromptAttention))}"
             )
+        for name in ("cuda_graphs", "fused_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: True or False")
         if self.prompt_attention == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
             raise ImportError(
                 'prompt_attention="flash_attn" needs the flash-attn package: pip install "hf-turbo[flash]"'

@@ -13,6 +13,7 @@ from .cache.block_pool import BlockPool
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
 from .modeling.attention import AttentionName
+from .modeling.graphs import StepGraphs
 
 #: Tokens that a row gets room for at most: who asks for a million new tokens seldom means it.
 _MAX_ROOM = 8192
@@ -43,6 +44,7 @@ class PatchHandle:
         self.undo: list[tuple[nn.Module, str, Any]] = []
         #: (original, the model's copy, the copy's attributes as it was made): what was set since goes to the original.
         self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = []
+        self.steps = StepGraphs(self)
 
     def new_cache(self, copies_per_row: int = 1, expected_length: int = 0) -> PagedCache:
         """An empty cache on this model's pool.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from .block_pool import BlockGroup
+
+_numbers = itertools.count()
 
 
 class BlockTable:
@@ -28,6 +31,8 @@ class BlockTable:
         self.reserve = self.num_blocks(expected_length)
         self._mirror: torch.Tensor | None = None  # int32 [rows, columns]: the same on a device
         self._changes: dict[tuple[int, int], int] = {}  # (row, column) -> id that the mirror lacks
+        self._number = next(_numbers)
+        self._version = 0
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -37,6 +42,16 @@ class BlockTable:
     def num_live_blocks(self) -> int:
         """Different blocks that the rows hold."""
         return len({block for row in self.rows for block in row})
+
+    @property
+    def width(self) -> int:
+        """Columns of the longest row, those before its window included."""
+        return max((first + len(row) for first, row in zip(self.first, self.rows, strict=True)), default=0)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Differs between tables, and from what it was where a column holds another block since."""
+        return self._number, self._version
 
     def grow(
         self, old_lens: Sequence[int], new_lens: Sequence[int], keep_from: Sequence[int], copies_per_row: int = 1
@@ -78,6 +93,7 @@ class BlockTable:
                 self.rows[row].extend(ids)
         if copies_per_row > 1:
             self._share_leaders(copies_per_row)
+        self._version += bool(copies or any(wanted))
         return copies
 
     def truncate(self, new_lens: Sequence[int]) -> None:
@@ -103,6 +119,7 @@ class BlockTable:
             if i not in kept:
                 self.group.release(row)
         self.rows, self.first = rows, [self.first[i] for i in indices]
+        self._version += 1
         self._flush()
         if self._mirror is not None:
             self._mirror = self._mirror.index_select(0, torch.tensor(indices, device=self._mirror.device))
@@ -120,10 +137,11 @@ class BlockTable:
         for row in self.rows:
             self.group.release(row)
         self.rows, self.first, self._mirror, self._changes = [], [], None, {}
+        self._version += 1
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         """The table as int32 `[rows, columns]`; entries past a row's blocks and before its window are anything."""
-        width = max((f + len(row) for f, row in zip(self.first, self.rows, strict=True)), default=0)
+        width = self.width
         mirror = self._mirror
         if mirror is None or mirror.device != device or mirror.shape[1] < width or len(mirror) != len(self.rows):
             columns = width + max(width // 4, 16)

@@ -23,10 +23,14 @@ class RowLayout:
     Args:
         padding: leading columns of each row that are padding.
         copies_per_row: so many neighbouring rows begin with the same prompt (beams, return sequences).
+        columns_read: columns of the last mask, if it was left padding; 0 if not.
+        only_ones_follow: who runs the model promises that each mask is the last one read, with ones after it.
     """
 
     padding: list[int] = field(default_factory=list)
     copies_per_row: int = 1
+    columns_read: int = 0
+    only_ones_follow: bool = False
 
     def lengths(self, num_columns: int) -> list[int]:
         """Stored tokens of each row after so many columns."""
@@ -42,6 +46,10 @@ class RowLayout:
             ValueError: the mask says that a column is real which was padding when it was computed.
         """
         total = start + q_len
+        if self.only_ones_follow and self.padding and self.columns_read >= start:
+            self.columns_read = total
+            return True
+        self.columns_read = 0
         known = self.padding or [0] * num_rows
         if attention_mask is None:
             leading, real = [0] * num_rows, [total] * num_rows
@@ -60,7 +68,7 @@ class RowLayout:
             return False
         if any(pad < start and lead != pad for pad, lead in zip(known, leading, strict=True)):
             return False
-        self.padding = leading
+        self.padding, self.columns_read = leading, total
         return True
 
 

@@ -48,20 +48,37 @@ class LayerGroup:
             self.layout.padding = [0] * num_rows
         if len(self.layout.padding) != num_rows:
             raise ValueError(f"the cache holds {len(self.layout.padding)} rows, this forward brings {num_rows}")
-        if self.num_columns != start:  # a forward that took blocks, then failed
-            self.table.truncate(self.layout.lengths(start))
+        self._forget_failed(start)
         if device.type != "cpu":
             # Room to grow in a row is for reading in place. On a CPU memory that nobody has written to costs nothing.
             self.table.reserve = 0
         window = None if self.record_past else self.sliding_window
         self.plan, copies = make_plan(self.table, self.layout, start, q_len, window, dense, device)
+        self._copy_blocks(copies)
+        self.num_columns = start + q_len
+        return self.plan
+
+    def advance(self, start: int) -> None:
+        """Takes blocks for one more column of every row after `start`; a captured step fills them."""
+        self.plan = None
+        self._forget_failed(start)
+        old_lens, new_lens = self.layout.lengths(start), self.layout.lengths(start + 1)
+        window = None if self.record_past else self.sliding_window
+        keep_from = [max(length - window + 1, 0) if window else 0 for length in old_lens]
+        self._copy_blocks(self.table.grow(old_lens, new_lens, keep_from))
+        self.table.group.stored_tokens += len(new_lens)
+        self.num_columns = start + 1
+
+    def _forget_failed(self, start: int) -> None:
+        if self.num_columns != start:  # a forward that took blocks, then failed
+            self.table.truncate(self.layout.lengths(start))
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if copies:
             at_once = BlockCopies(copies)
             for layer in self.layers:
                 layer.copy_blocks(at_once)
             self.table.group.release([source for source, _ in copies])
-        self.num_columns = start + q_len
-        return self.plan
 
     def crop(self, num_columns: int) -> None:
         """Forgets the columns from `num_columns` on."""
@@ -317,6 +334,15 @@ class PagedCache(Cache):
             group.crop(keep)
         self._set_length(keep)
 
+    def advance(self) -> None:
+        """Takes blocks for one more token of every row. `finish_step` counts it, once it is stored."""
+        for group in self.groups.values():
+            group.advance(self.get_seq_length())
+
+    def finish_step(self, length: int) -> None:
+        """Counts the columns that a captured step has stored."""
+        self._set_length(length)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes row `i` what row `beam_idx[i]` is. Blocks are shared, none is copied."""
         self.batch_select_indices(beam_idx)
@@ -325,13 +351,14 @@ class PagedCache(Cache):
         """Keeps only these rows, int64 `[n]` or bool `[batch]`."""
         if self.batch_size:
             rows = indices.nonzero()[:, 0].tolist() if indices.dtype == torch.bool else indices.tolist()
-            self._select([row % self.batch_size for row in rows])
+            self.select_rows([row % self.batch_size for row in rows])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row; the copies share its blocks."""
-        self._select([row for row in range(self.batch_size) for _ in range(repeats)])
+        self.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
 
-    def _select(self, rows: list[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Makes row `i` what row `rows[i]` is, told by the host. Blocks are shared, none is copied."""
         for group in self.groups.values():
             group.select(rows)
         self.layout.padding = [self.layout.padding[row] for row in rows]

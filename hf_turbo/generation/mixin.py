@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..handle import PatchHandle
+from .beam_loop import beam_search, can_search
+from .loop import can_sample, sample
 
 
 class TurboGenerationMixin:
@@ -51,6 +53,39 @@ class TurboGenerationMixin:
             generation_config, model_kwargs, mode, batch_size, *args, **kwargs
         )
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        if can_sample(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+            return sample(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            )
+        return super()._sample(  # type: ignore[misc]
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        )
+
+    def _beam_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        if can_search(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+            return beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        return super()._beam_search(  # type: ignore[misc]
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
+        )
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own continuous batching, with the attention it had before patching."""
         handle = self._hf_turbo
@@ -81,8 +116,24 @@ def patched_class(original: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_hf_turbo_original_class": original,
+        "forward": _forward_of(original),
     }
     return type(original.__name__, (TurboGenerationMixin, original), body)
+
+
+def _forward_of(original: Any) -> Any:
+    """The forward of a patched class: by a captured step where it is one, else the model's own.
+
+    Transformers reads the names of the arguments off it.
+    """
+
+    @wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = partial(original.forward, self)
+        output = None if args else self._hf_turbo.steps.run(self, own, kwargs)
+        return own(*args, **kwargs) if output is None else output
+
+    return forward
 
 
 def original_class(model: Any) -> Any:

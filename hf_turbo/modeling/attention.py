@@ -19,7 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..cache.forward_plan import ForwardPlan
 from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
+from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch, prompt
+from .step_attention import attend_step
 
 NAME = "hf_turbo"
 
@@ -83,9 +85,14 @@ def attention_mask(
     )  # fmt: skip
     if not isinstance(kv_length, MaskLength) or config._attn_implementation.unsuited:
         return stock_mask()
-    layer = kv_length.layer
+    layer: PagedLayer | StepLayer = kv_length.layer
     plain = allow_is_causal_skip and not use_vmap and _is_causal_window(mask_function, local_size)
-    if not plain or layer.sliding_window != local_size:
+    fits = plain and layer.group.sliding_window == local_size
+    if isinstance(layer, StepLayer):
+        if not fits:
+            raise StepUnsuited("the mask is not the causal one, or not of the layers' window")
+        return layer.group.plan
+    if not fits:
         return stock_mask()
     if not layer.group.layout.read_padding(attention_mask, batch_size, layer.length, q_length):
         return stock_mask()
@@ -111,7 +118,14 @@ def attention(
     Returns:
         `[batch, q_len, num_heads, v_head_dim]`, and None or the weights where the model's own attention ran.
     """
-    layer: PagedLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
+    layer: PagedLayer | StepLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
+    if isinstance(layer, StepLayer):
+        if attention_mask is not layer.group.plan or getattr(value, LAYER_ATTRIBUTE, None) is not layer:
+            raise StepUnsuited("a layer attends to something else than what it caches")
+        if dropout or _unusual(kwargs):
+            raise StepUnsuited("dropout, or an attention argument that is not known")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_step(layer, query, key, value, scale, softcap, s_aux), None
     plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
     unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
     if plan is not None and not unchanged:

@@ -36,7 +36,8 @@ class AttentionConfig:
         peel: loop without masks over the tiles that every row sees in full: less arithmetic, twice the code.
         programs_per_sm: how many programs the number of splits aims at.
         num_splits: fixes the number of splits.
-        pdl: the merge starts while the last programs are still running (compute capability 9.0 and above).
+        pdl: each kernel starts while the last programs of the one before are still running, and waits for them
+            before it reads anything (programmatic dependent launch, compute capability 9.0 and above).
     """
 
     block_m: int

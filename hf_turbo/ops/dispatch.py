@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from . import reference
+from . import reference, reference_layers, reference_linear
 from .metadata import AttentionMetadata, LayerKV
 from .reference import gather_kv
 
-__all__ = ["gather_kv", "paged_attention", "store_kv", "uses_triton"]
+__all__ = [
+    "expert_linear",
+    "gated",
+    "gather_kv",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_store_kv",
+    "serves_linear",
+    "store_kv",
+    "uses_triton",
+]
 
 
 @cache
@@ -26,17 +40,15 @@ def uses_triton(device: torch.device) -> bool:
 
 
 @cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    from . import paged_attention, store_kv  # triton is imported when a kernel is first needed, not before
-
-    return store_kv, paged_attention
+def _kernels(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __package__)  # triton is imported when a kernel is first needed
 
 
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, keep_last: int | None = None
 ) -> None:
     """Writes new keys and values into their blocks; see `reference.store_kv`."""
-    module = _kernels()[0] if uses_triton(k.device) else reference
+    module = _kernels("store_kv") if uses_triton(k.device) else reference
     module.store_kv(k, v, kv, metadata, keep_last)
 
 
@@ -49,5 +61,50 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new queries over a filled cache; see `reference.paged_attention`."""
-    module = _kernels()[1] if uses_triton(q.device) else reference
+    module = _kernels("paged_attention") if uses_triton(q.device) else reference
     return module.paged_attention(q, kv, metadata, softmax_scale, logit_softcap, sinks)
+
+
+def rotary_store_kv(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Norms of heads, rotary embedding and `store_kv` in one; see `reference_layers.rotary_store_kv`."""
+    module = _kernels("rotary") if uses_triton(q.device) else reference_layers
+    return module.rotary_store_kv(q, *args, **options)
+
+
+def rms_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """An RMS norm, after a residual's sum if asked; see `reference_layers.rms_norm`."""
+    module = _kernels("norm") if uses_triton(x.device) else reference_layers
+    return module.rms_norm(x, *args, **options)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`act(gate) * up`; see `reference_layers.gated`."""
+    module = _kernels("activation") if uses_triton(gate.device) else reference_layers
+    return module.gated(gate, up, kind, out=out)
+
+
+def linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Products of a few rows with one to three weights; see `reference_linear.linear`."""
+    module = _kernels("linear") if uses_triton(x.device) else reference_linear
+    return module.linear(x, *args, **options)
+
+
+def expert_linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Products of rows with the weights of their experts; see `reference_linear.expert_linear`."""
+    module = _kernels("linear") if uses_triton(x.device) else reference_linear
+    return module.expert_linear(x, *args, **options)
+
+
+def serves_linear(
+    rows: int,
+    weights: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    norm: bool,
+    activation: bool,
+) -> bool:
+    """Whether `linear` is the faster way there."""
+    if not uses_triton(device):
+        return False
+    return _kernels("linear").supports(rows, weights, dtype, device, norm=norm, activation=activation)

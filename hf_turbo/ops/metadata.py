@@ -23,20 +23,35 @@ class LayerKV:
         segment_offsets: int64 `[2, MAX_SEGMENTS]` on the same device: elements from `k_segments[0]` (row 0)
             and `v_segments[0]` (row 1) to the segment's first element. A kernel adds them to one typed
             base pointer. Multiples of 16.
+        segmented: kernels must read the offsets: there are several segments, or there may be later.
     """
 
     k_segments: tuple[torch.Tensor, ...]
     v_segments: tuple[torch.Tensor, ...]
     segment_offsets: torch.Tensor
+    segmented: bool = False
 
     @classmethod
-    def of(cls, k_segments: Sequence[torch.Tensor], v_segments: Sequence[torch.Tensor]) -> LayerKV:
-        """Works out the offsets."""
+    def of(
+        cls,
+        k_segments: Sequence[torch.Tensor],
+        v_segments: Sequence[torch.Tensor],
+        segment_offsets: torch.Tensor | None = None,
+    ) -> LayerKV:
+        """Works out the offsets, into `segment_offsets` if that is given."""
         offsets = torch.zeros(2, MAX_SEGMENTS, dtype=torch.int64)
         for row, segments in enumerate((k_segments, v_segments)):
             places = [(t.data_ptr() - segments[0].data_ptr()) // t.element_size() for t in segments]
             offsets[row, : len(places)] = torch.tensor(places, dtype=torch.int64)
-        return cls(tuple(k_segments), tuple(v_segments), offsets.to(k_segments[0].device))
+        if segment_offsets is None:
+            segment_offsets = offsets.to(k_segments[0].device)
+        else:
+            segment_offsets.copy_(offsets)
+        return cls(tuple(k_segments), tuple(v_segments), segment_offsets, len(k_segments) > 1)
+
+    def that_grows(self) -> LayerKV:
+        """The same for a captured kernel, which has to find segments that are added later."""
+        return replace(self, segmented=True)
 
     @property
     def block_size(self) -> int:

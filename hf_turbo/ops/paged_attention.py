@@ -181,6 +181,7 @@ def _paged_attention_kernel(
     """
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
     split = tl.program_id(0) % num_splits
@@ -284,6 +285,7 @@ def _merge_splits_kernel(
     weight_sum = 0.0
     acc = tl.zeros([_padded(V_DIM)], tl.float32)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     for start in range(0, num_splits, SPLIT_BLOCK):
         split = start + tl.arange(0, SPLIT_BLOCK)
@@ -390,11 +392,11 @@ def paged_attention(
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
     strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
     constants = (
-        k_strides, v_strides, k_dim, v_dim, block_size, len(kv.k_segments) > 1,
+        k_strides, v_strides, k_dim, v_dim, block_size, kv.segmented,
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
-        config.block_m, config.tile, config.peel, config.pdl and num_splits > 1,
+        config.block_m, config.tile, config.peel, config.pdl,
     )  # fmt: skip
-    misaligned = (q.data_ptr() | out.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16
+    misaligned = tuple(t.data_ptr() % 16 for t in (q, out, k_cache, v_cache))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
     # fmt: off
     with torch.cuda.device_of(q):
@@ -404,7 +406,7 @@ def paged_attention(
             q, k_cache, v_cache, out, partial, lse, q if sinks is None else sinks,
             kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
             float(softmax_scale), num_splits, *strides, metadata.block_tables.stride(0), *constants,
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+            num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
         )
         if num_splits > 1:
             split_block = min(32, next_power_of_2(num_splits))

@@ -25,7 +25,7 @@ def store_kv(
     """
     size, taken = kv.block_size, 0
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
-        first = max(seq_len - q_len, 0 if keep_last is None else seq_len - keep_last)
+        first = max(seq_len - q_len, 0 if keep_last is None else seq_len - keep_last, 0)
         new = slice(taken + q_len - (seq_len - first), taken + q_len)
         ids, dead = metadata.block_ids_cpu[row], metadata.first_blocks_cpu[row]
         taken += q_len

@@ -115,9 +115,9 @@ def store_kv(
     # (Plain arithmetic: Triton's own helpers take microseconds on the host.)
     block_t = min(1 << (max_seqlen_q - 1).bit_length(), 32)
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
-    segmented = len(kv.k_segments) > 1
+    segmented = kv.segmented
     strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    misaligned = (k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16
+    misaligned = tuple(t.data_ptr() % 16 for t in (k, v, k_cache, v_cache))
     key = (k.device, k.dtype, k_strides, v_strides, k_dim, v_dim, block_size, segmented, block_t, strides, misaligned)
     with torch.cuda.device_of(k):
         _launch_store(

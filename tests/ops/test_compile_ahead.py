@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,33 @@ QUICK = {
     80: ["decode", "decode-fp32", "chunk", "chunk-d256-window-cap"],
     86: ["decode-d256-window-cap", "chunk", "chunk-d256-window-cap"],
     90: list(CASES),
+}
+# Name -> keywords of `compile_layer_case`; all for every device, they are small.
+LAYER_CASES = {
+    "layer-decode": {},
+    "layer-decode-norms": {"norms": True, "kind": "gelu_tanh"},
+    "layer-prompt": {"q_len": 512},
+    "layer-prompt-interleaved-norms-fp32": {
+        "q_len": 512,
+        "heads": (16, 8),
+        "dim": 256,
+        "rotary_dim": 128,
+        "columns": (16384, 5000),
+        "dtype": "float32",
+        "interleaved": True,
+        "norms": True,
+        "kind": "gelu",
+    },
+    "layer-prompt-d80-long-rows": {"q_len": 512, "dim": 80, "rotary_dim": 32, "columns": (20000, 2560)},
+}
+# Name -> keywords of `compile_linear_case`; all for every device.
+LINEAR_CASES = {
+    "linear-qkv": {"sizes": (4096, 1024, 1024), "norm": True},
+    "linear-gate-up-4": {"rows": 4, "sizes": (14336, 14336), "norm": True, "activation": "silu"},
+    "linear-down-16": {"rows": 16, "sizes": (4096,), "k": 14336, "residual": True},
+    "linear-gate-up-64": {"rows": 64, "sizes": (14336, 14336), "activation": "gelu_tanh"},
+    "linear-small": {"sizes": (576, 192, 192), "k": 576, "norm": True},
+    "linear-fp32-32": {"rows": 32, "sizes": (4096,), "dtype": "float32", "residual": True},
 }
 SLOW_CASES = CASES | {
     f"q{q_len}-{dtype}-d{dims[0]}-{dims[1]}-block{block_size}": {
@@ -83,15 +111,93 @@ def compile_case(
 ):
     """Calls both ops on tensors without memory; returns the facts of every kernel they would launch."""
     import torch
+
+    from hf_turbo.ops import paged_attention as attention
+    from hf_turbo.ops.store_kv import store_kv
+
+    dtype = getattr(torch, dtype)
+    num_heads, num_kv_heads = heads
+    k_dim, v_dim = dims
+    with recorded(capability, attention) as compiled, torch.device("meta"):
+        kv, metadata = make_cache(q_len, num_kv_heads, dims, block_size, dtype, segments, window)
+        total_q = metadata.num_seqs * q_len
+        store_kv(
+            torch.empty(total_q, num_kv_heads, k_dim, dtype=dtype),
+            torch.empty(total_q, num_kv_heads, v_dim, dtype=dtype),
+            kv,
+            metadata,
+        )
+        attention.paged_attention(
+            torch.empty(total_q, num_heads, k_dim, dtype=dtype),
+            kv,
+            metadata,
+            k_dim**-0.5,
+            cap,
+            torch.empty(num_heads) if sinks else None,
+        )
+    return [kernel_facts(kernel) for kernel in compiled]
+
+
+def compile_layer_case(
+    capability, q_len=1, heads=(32, 8), dim=128, rotary_dim=128, columns=(4096, 14336), dtype="bfloat16", **style
+):
+    """Calls the small ops of a layer in the order in which a layer does; `style`: norms, interleaved, kind."""
+    import torch
+
+    from hf_turbo.ops import activation, norm, rotary
+    from hf_turbo.ops.norm_spec import RMSNorm
+
+    dtype = getattr(torch, dtype)
+    num_heads, num_kv_heads = heads
+    with recorded(capability, norm, rotary, activation) as compiled, torch.device("meta"):
+        kv, metadata = make_cache(q_len, num_kv_heads, (dim, dim), 64, dtype, 2, None)
+        rows = metadata.num_seqs * q_len
+        x = torch.empty(rows, columns[0], dtype=dtype)
+        norm.rms_norm(x, RMSNorm(torch.empty(columns[0], dtype=dtype), 1e-6, False, True), residual=x)
+        qkv = torch.empty(rows, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
+        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        cos = torch.empty(rows, rotary_dim, dtype=dtype)
+        head_norm = RMSNorm(torch.empty(dim, dtype=dtype), 1e-6, True, False) if style.get("norms") else None
+        options = dict(interleaved=style.get("interleaved", False), q_norm=head_norm, k_norm=head_norm)
+        rotary.rotary_store_kv(q, k, v, cos, cos, kv, metadata, rotary_dim=rotary_dim, **options)
+        gate, up = torch.empty(rows, 2 * columns[1], dtype=dtype).chunk(2, -1)
+        activation.gated(gate, up, style.get("kind", "silu"))
+    return [kernel_facts(kernel) for kernel in compiled]
+
+
+def compile_linear_case(
+    capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", norm=False, residual=False, activation=None
+):
+    """Calls a linear, and with few rows one of experts, in the table's configurations."""
+    import torch
+
+    from hf_turbo.ops import linear
+    from hf_turbo.ops.norm_spec import RMSNorm
+
+    dtype = getattr(torch, dtype)
+    with recorded(capability, linear) as compiled, torch.device("meta"):
+        x = torch.empty(rows, k, dtype=dtype)
+        linear.linear(
+            x,
+            [torch.empty(size, k, dtype=dtype) for size in sizes],
+            [torch.empty(size, dtype=dtype) for size in sizes],
+            norm=RMSNorm(torch.empty(k, dtype=dtype), 1e-6) if norm else None,
+            residual=torch.empty(rows, sizes[0], dtype=dtype) if residual else None,
+            activation=activation,
+        )
+        if rows == 1:
+            linear.expert_linear(x, torch.empty(8, *sizes[:1], k, dtype=dtype), torch.empty(1, dtype=torch.int64))
+    return [kernel_facts(kernel) for kernel in compiled]
+
+
+@contextmanager
+def recorded(capability, *modules):
+    """Launches compile for a device of this capability instead; gives the list of what they compiled."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from hf_turbo.ops import paged_attention as attention
     from hf_turbo.ops.attention_config import DeviceFacts
-    from hf_turbo.ops.block_ids import MAX_SEGMENTS
-    from hf_turbo.ops.metadata import AttentionMetadata, LayerKV
-    from hf_turbo.ops.store_kv import store_kv
 
     class Driver:
         def get_current_target(self):
@@ -112,44 +218,36 @@ def compile_case(
     driver.set_active(Driver())
     num_sms, shared_memory = DEVICES[capability]
     facts = DeviceFacts(num_sms, capability, shared_memory)
-    attention.device_facts, JITFunction.run = lambda device: facts, compile_only
+    for module in modules:
+        module.device_facts = lambda device: facts
+    JITFunction.run = compile_only
     try:
-        with torch.device("meta"):
-            num_heads, num_kv_heads = heads
-            k_dim, v_dim = dims
-            dtype = getattr(torch, dtype)
-            num_seqs, max_seqlen_k = 4, 8192
-            pools = [
-                tuple(torch.empty(1000, num_kv_heads, block_size, dim, dtype=dtype) for _ in range(segments))
-                for dim in dims
-            ]
-            kv = LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64))
-            metadata = AttentionMetadata(
-                block_tables=torch.empty(num_seqs, max_seqlen_k // block_size, dtype=torch.int32),
-                seq_lens=torch.empty(num_seqs, dtype=torch.int32),
-                cu_seqlens_q=torch.empty(num_seqs + 1, dtype=torch.int32),
-                max_seqlen_q=q_len,
-                max_seqlen_k=max_seqlen_k,
-                sliding_window=window,
-            )
-            total_q = num_seqs * q_len
-            store_kv(
-                torch.empty(total_q, num_kv_heads, k_dim, dtype=dtype),
-                torch.empty(total_q, num_kv_heads, v_dim, dtype=dtype),
-                kv,
-                metadata,
-            )
-            attention.paged_attention(
-                torch.empty(total_q, num_heads, k_dim, dtype=dtype),
-                kv,
-                metadata,
-                k_dim**-0.5,
-                cap,
-                torch.empty(num_heads) if sinks else None,
-            )
+        yield compiled
     finally:
         JITFunction.run = launch
-    return [kernel_facts(kernel) for kernel in compiled]
+
+
+def make_cache(q_len, num_kv_heads, dims, block_size, dtype, segments, window):
+    """The blocks and the geometry of four sequences."""
+    import torch
+
+    from hf_turbo.ops.block_ids import MAX_SEGMENTS
+    from hf_turbo.ops.metadata import AttentionMetadata, LayerKV
+
+    num_seqs, max_seqlen_k = 4, 8192
+    pools = [
+        tuple(torch.empty(1000, num_kv_heads, block_size, dim, dtype=dtype) for _ in range(segments)) for dim in dims
+    ]
+    kv = LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64), segments > 1)
+    metadata = AttentionMetadata(
+        block_tables=torch.empty(num_seqs, max_seqlen_k // block_size, dtype=torch.int32),
+        seq_lens=torch.empty(num_seqs, dtype=torch.int32),
+        cu_seqlens_q=torch.empty(num_seqs + 1, dtype=torch.int32),
+        max_seqlen_q=q_len,
+        max_seqlen_k=max_seqlen_k,
+        sliding_window=window,
+    )
+    return kv, metadata
 
 
 def kernel_facts(kernel):
@@ -171,6 +269,7 @@ def kernel_facts(kernel):
             int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], 0x(\w+)", ptx)
         ],
         "vector_loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
+        "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
         "tensor_core_ops": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
     }
 
@@ -189,7 +288,7 @@ def compile_all(capability, cases):
 @pytest.fixture(scope="module")
 def compiled():
     return {
-        capability: compile_all(capability, {name: CASES[name] for name in names})
+        capability: compile_all(capability, {name: CASES[name] for name in names} | LAYER_CASES | LINEAR_CASES)
         for capability, names in QUICK.items()
     }
 
@@ -215,6 +314,33 @@ def test_compiles_without_spills(compiled, capability, name):
         assert names[2:] == ["_merge_splits_kernel"]
 
 
+@pytest.mark.parametrize("name", LAYER_CASES)
+@pytest.mark.parametrize("capability", DEVICES)
+def test_layer_compiles_without_spills(compiled, capability, name):
+    facts = compiled[capability][name]
+    assert isinstance(facts, list), facts
+    assert [kernel["name"] for kernel in facts] == ["_rms_norm_kernel", "_rotary_store_kv_kernel", "_gated_kernel"]
+    for kernel in facts:
+        assert kernel["stack"] <= STACK_BYTES, kernel
+        assert kernel["vector_loads"], kernel
+        assert kernel["waits"] == (capability >= 90), kernel
+
+
+@pytest.mark.parametrize("name", LINEAR_CASES)
+@pytest.mark.parametrize("capability", DEVICES)
+def test_linear_compiles_without_spills(compiled, capability, name):
+    facts = compiled[capability][name]
+    assert isinstance(facts, list), facts
+    for kernel in facts:
+        assert kernel["stack"] <= STACK_BYTES, kernel
+        assert kernel["shared"] <= DEVICES[capability][1], kernel
+        assert kernel["waits"] == (capability >= 90), kernel
+        if kernel["name"] == "dot_kernel":
+            assert "fp32" in name or (kernel["tensor_core_ops"] and set(kernel["async_copies"]) == {16}), kernel
+        elif kernel["name"] != "add_splits_kernel":
+            assert kernel["vector_loads"], kernel
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", DEVICES)
 def test_sweep_compiles_without_spills(capability):
@@ -226,7 +352,12 @@ if __name__ == "__main__":
     results = {}
     for case_name, case in json.loads(sys.argv[2]).items():
         try:
-            results[case_name] = compile_case(int(sys.argv[1]), **case)
+            compile_it = compile_case
+            if case_name in LAYER_CASES:
+                compile_it = compile_layer_case
+            elif case_name in LINEAR_CASES:
+                compile_it = compile_linear_case
+            results[case_name] = compile_it(int(sys.argv[1]), **case)
         except Exception as error:  # reported as that case's failure
             results[case_name] = repr(error)
     print(json.dumps(results))

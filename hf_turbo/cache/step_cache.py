@@ -1,0 +1,131 @@
+"""What stands in a cache's place while a decode step is captured: no tokens of its own, only where things will be.
+
+A captured step serves every cache of the model, so nothing of one may be read while it is made. Block tables and
+lengths are tensors of fixed size and address; each step copies its cache's own into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..ops.metadata import AttentionMetadata, LayerKV
+from .block_pool import BlockGroup, LayerStore
+from .forward_plan import ForwardPlan
+from .paged_cache import LAYER_ATTRIBUTE, MaskLength
+
+
+class StepUnsuited(Exception):
+    """A model does something in a decode step that can't be captured. The message says what."""
+
+
+class StepGroup:
+    """The layers of one sliding window: their block tables, and the plan that every step follows.
+
+    Args:
+        blocks: the pool's group.
+        num_rows: rows of the step, unused ones included; those have a length of 0.
+        num_columns: blocks that a row can have.
+        seq_lens: int32 `[num_rows]`, shared by all groups.
+        cu_seqlens_q: int32 `[num_rows + 1]`, one query a row.
+    """
+
+    def __init__(
+        self, blocks: BlockGroup, num_rows: int, num_columns: int, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor
+    ) -> None:
+        self.blocks = blocks
+        self.sliding_window = blocks.sliding_window
+        self.block_tables = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=seq_lens.device)
+        metadata = AttentionMetadata(
+            self.block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            max_seqlen_q=1,
+            max_seqlen_k=num_columns * blocks.block_size,
+            sliding_window=blocks.sliding_window,
+        )
+        self.plan = ForwardPlan(0, 1, metadata, metadata, keep_last=None, dense=False)
+
+
+class StepLayer(CacheLayerMixin):
+    """One layer of a `StepCache`."""
+
+    is_croppable = False
+
+    def __init__(self, group: StepGroup, layer_idx: int) -> None:
+        self.group = group
+        self.layer_idx = layer_idx
+        self.store: LayerStore | None = None
+        #: Steps that stored something here, and those that attended to it.
+        self.num_updates = self.num_attended = 0
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.group.sliding_window is not None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Marks new keys and values `[rows, num_kv_heads, 1, head_dim]`; the attention function stores them."""
+        self.num_updates += 1
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        setattr(value_states, LAYER_ATTRIBUTE, self)
+        return key_states, value_states
+
+    def kv(self, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
+        """The layer's blocks, for keys and values like these; more may come, at other addresses."""
+        self.store = self.group.blocks.store_for(self.layer_idx, key, value)
+        return self.group.blocks.cover(self.store).that_grows()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length = MaskLength(query_length)
+        length.layer = self
+        return length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.group.sliding_window is None else self.group.sliding_window
+
+    def get_seq_length(self) -> int:
+        raise StepUnsuited("the model reads the cache's length on the host")
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool's store is found when there is something to store."""
+
+    def _not_in_a_step(self, *args: Any, **kwargs: Any) -> None:
+        raise StepUnsuited("the model changes the cache within a step")
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = offload = prefetch = _not_in_a_step
+
+
+class StepCache(Cache):
+    """The cache that a model sees while its decode step is captured.
+
+    Args:
+        groups: by sliding window.
+        sliding_windows: of each layer.
+    """
+
+    def __init__(self, groups: dict[int | None, StepGroup], sliding_windows: Sequence[int | None]) -> None:
+        self.groups = groups
+        super().__init__(layers=[StepLayer(groups[window], i) for i, window in enumerate(sliding_windows)])
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """For the mask's builder; our mask function asks for nothing but the plan."""
+        return 0
+
+    def check_attended(self) -> None:
+        """Raises where a layer stored keys that no attention of ours has read since."""
+        for layer in self.layers:
+            if layer.num_updates != layer.num_attended:
+                raise StepUnsuited(f"layer {layer.layer_idx} attends to something else than what it caches")

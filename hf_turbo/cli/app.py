@@ -1,0 +1,182 @@
+"""The commands. Only `main` imports this, so `import hf_turbo` needs nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+
+try:
+    import typer
+except ImportError as error:
+    raise ImportError(f"the command line needs {error.name}: pip install 'hf-turbo[cli]'") from error
+
+from ..bench import cases as bench_cases
+from ..bench import models, plot, rows, run, table
+from ..patching import patch
+from ..report import report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="hf-turbo",
+    help="Speed and memory for Transformers models in place: the same text sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_MODEL_HELP = f"A folder, an id of the Hugging Face Hub, or one of: {models.known_names()}."
+_GRID_DEFAULTS = {"batch": "1", "prompt": "128", "new": "128", "beams": "1"}
+_TABLE_WIDTH = 120  # where no terminal says
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+
+
+def _listed(name: str, meaning: str) -> Any:
+    return typer.Option(f"--{name}", metavar="N,...", help=f"{meaning} (default: {_GRID_DEFAULTS[name]})")
+
+
+@app.command()
+def bench(
+    model: ModelName,
+    batch: Annotated[str | None, _listed("batch", "How many prompts.")] = None,
+    prompt: Annotated[str | None, _listed("prompt", "Tokens of each prompt.")] = None,
+    new: Annotated[str | None, _listed("new", "New tokens of each.")] = None,
+    beams: Annotated[str | None, _listed("beams", "Beams.")] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BxPxN[bBEAMS]",
+            help="One case, as 1x1024x64 or, with 4 beams, 1x1024x64b4. May be repeated; instead of the four above.",
+        ),
+    ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="transformers, transformers-static (static cache, compiled), hf_turbo, hf_turbo:option=value,..., "
+            "options (hf_turbo with each switch turned). (default: all; without transformers-static on a CPU)",
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. (default: bf16 on a GPU, else fp32)")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu. (default: a GPU if there is one)")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each variant; figures are medians.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="A JSONL file; a line a row is added to it.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="A picture of the rows, .png or .svg.")] = None,
+) -> None:
+    """Time generate(), unpatched and patched, and check the text.
+
+    All variants take turns on one model. A variant whose text is not the unpatched model's (in bf16 and fp16: up to
+    rounding) gets no figures, and the exit code is 1; so it is if nothing could be measured.
+    """
+    with _usage_errors():
+        place = _device(device)
+        chosen = _cases(case, {"batch": batch, "prompt": prompt, "new": new, "beams": beams})
+        ways = bench_cases.parse_variants(variants or _default_variants(place))
+        kind = _dtype(dtype, place)
+        if plot_file is not None:
+            plot.require_matplotlib()
+        loaded = models.load_model(model, kind, place)
+    found = []
+    with _progress(run.turns(chosen, ways, rounds)) as progress:
+        for row in run.run(model, loaded, chosen, ways, rounds, progress):
+            found.append(row)
+            if out is not None:
+                rows.append_row(row, out)
+    _console().print(table.table(found))
+    if plot_file is not None:
+        plot.draw(found, plot_file)
+    if any(row.is_refused for row in found) or all(row.error for row in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def info(model: ModelName) -> None:
+    """Tell what would be accelerated and what steps aside. Needs the model's config only, no weights and no GPU."""
+    with _usage_errors():
+        empty = models.empty_model(model)
+        patch(empty)
+    found = report(empty)
+    typer.echo(f"{model}: {type(empty).__name__}, {sum(p.numel() for p in empty.parameters()):,} parameters")
+    for kind, how in found.accelerated.items():
+        typer.echo(f"accelerated: {kind}: {how}")
+    for reason in found.stepped_aside:
+        typer.echo(f"steps aside: {reason}")
+
+
+def _cases(written: list[str] | None, given: dict[str, str | None]) -> list[bench_cases.Case]:
+    """The cases asked for one by one, else those of the grid."""
+    if not written:
+        filled = {name: text or _GRID_DEFAULTS[name] for name, text in given.items()}
+        return bench_cases.grid(filled["batch"], filled["prompt"], filled["new"], filled["beams"])
+    if clash := [f"--{name}" for name, text in given.items() if text]:
+        raise ValueError(f"--case says it all; leave out {', '.join(clash)}")
+    return [bench_cases.parse_case(text) for text in written]
+
+
+def _device(name: str | None) -> torch.device:
+    """A device by name, if torch can use it."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r}: give cuda, cuda:1 or cpu") from error
+    if device.type == "cuda" and not has_gpu:
+        raise ValueError(f"device {name!r}: torch finds no GPU here")
+    return device
+
+
+def _default_variants(device: torch.device) -> str:
+    static = "transformers-static," if device.type == "cuda" else ""
+    return f"transformers,{static}hf_turbo,{bench_cases.EACH_OPTION}"
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    name = name or ("bf16" if device.type == "cuda" else "fp32")
+    if name not in models.DTYPES:
+        raise ValueError(f"dtype {name!r}: one of {', '.join(models.DTYPES)}")
+    return models.DTYPES[name]
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What was asked for can't be had: said in one sentence, without a traceback."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[run.Progress]:
+    """A bar on stderr, or lines where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: typer.echo(text, err=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        started = -1
+
+        def progress(text: str) -> None:
+            nonlocal started
+            started += 1
+            bar.update(task, completed=started, description=text)
+
+        yield progress
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_TABLE_WIDTH)

@@ -1,0 +1,42 @@
+"""Which of Transformers' logits processors and stopping criteria answer by their arguments alone.
+
+These may be called once more than they are needed, at a step that is then taken back. What is not named here, the
+user's own above all, is called exactly as often as Transformers' loop calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+# Of these NoRepeatNGram and EncoderNoRepeatNGram read the tokens on the host (`tolist`), InfNanRemove, TopH and
+# SequenceBias with words of several tokens copy or index by a mask: they wait for the device at each step wherever
+# they run. The others only launch work. Watermark (`item`), classifier-free guidance (a forward of its own), SynthID
+# (state) and PrefixConstrained (the user's function) are left out.
+_PROCESSORS = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "RepetitionPenaltyLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization",
+}  # fmt: skip
+_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria", "MaxTimeCriteria"}
+
+
+def processors_are_known(processors: LogitsProcessorList) -> bool:
+    """Whether an extra call of every processor goes unnoticed."""
+    module = "transformers.generation.logits_process"
+    return type(processors) is LogitsProcessorList and all(_is_one_of(p, module, _PROCESSORS) for p in processors)
+
+
+def criteria_are_known(criteria: StoppingCriteriaList) -> bool:
+    """Whether an extra call of every criterion goes unnoticed."""
+    module = "transformers.generation.stopping_criteria"
+    return all(_is_one_of(c, module, _CRITERIA) for c in criteria)
+
+
+def _is_one_of(x: Any, module: str, names: set[str]) -> bool:
+    return type(x).__module__ == module and type(x).__name__ in names

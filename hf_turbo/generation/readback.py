@@ -1,0 +1,91 @@
+"""What the host learns of the steps: at once, or one step behind so that it never waits for the step under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+
+class _Letter:
+    """Small tensors of one step on their way to the host. Used again and again."""
+
+    def __init__(self) -> None:
+        self._at_home: list[torch.Tensor | None] = []
+        self._arrived: torch.cuda.Event | None = None
+
+    def send(self, *tensors: torch.Tensor | None) -> _Letter:
+        """Copies tensors of one device, the same shapes each time; None where there is nothing to tell."""
+        device = next(x.device for x in tensors if x is not None)
+        if device.type != "cuda":
+            self._at_home = [None if x is None else x.cpu() for x in tensors]
+            return self
+        if self._arrived is None:
+            self._at_home = [None if x is None else torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
+            self._arrived = torch.cuda.Event()
+        for home, x in zip(self._at_home, tensors, strict=True):
+            if home is not None and x is not None:
+                home.copy_(x, non_blocking=True)
+        self._arrived.record(torch.cuda.current_stream(device))
+        return self
+
+    def open(self) -> list[torch.Tensor | None]:
+        """The tensors on the CPU, until the letter is sent again; waits until they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._at_home
+
+
+class Readback:
+    """Reads each step's verdict, and hands its tokens to a streamer.
+
+    Args:
+        streamer: `put` gets int64 `[rows]` on the CPU, in order, and never the tokens of a step that is taken back.
+        runs_ahead: read a step's verdict when the next step has been launched.
+    """
+
+    def __init__(self, streamer: Any, runs_ahead: bool) -> None:
+        self.runs_ahead = runs_ahead
+        self._streamer = streamer
+        self._under_way: deque[_Letter] = deque()
+        self._spare = [_Letter(), _Letter()]
+
+    def after_step(self, verdict: torch.Tensor | None, tokens: torch.Tensor, is_last: bool) -> bool:
+        """Whether the loop stops here.
+
+        Args:
+            verdict: bool `[]`, whether every row is done; or fp32 `[]`, negative when every row is done and NaN where
+                probabilities were. None for "go on".
+            tokens: the step's, int64 `[rows]`.
+            is_last: no step may follow.
+
+        Raises:
+            RuntimeError: the probabilities of a step were no numbers.
+        """
+        if verdict is None and self._streamer is None:
+            return is_last
+        self._under_way.append(self._spare.pop().send(verdict, None if self._streamer is None else tokens))
+        stays = 1 if self.runs_ahead and not is_last else 0
+        while len(self._under_way) > stays:
+            letter = self._under_way.popleft()
+            self._spare.append(letter)
+            if self._says_stop(letter):
+                return True
+        return is_last
+
+    @property
+    def steps_to_undo(self) -> int:
+        """Steps that were launched after the one that ended the text."""
+        return len(self._under_way)
+
+    def _says_stop(self, letter: _Letter) -> bool:
+        verdict, tokens = letter.open()
+        if tokens is not None:
+            self._streamer.put(tokens.clone())
+        if verdict is None:
+            return False
+        value = verdict.item()
+        if value != value:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return value is True or value < 0

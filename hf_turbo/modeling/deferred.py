@@ -1,0 +1,242 @@
+"""Deferred computation: a forward whose operations wait until their results are needed.
+
+Inside a `DeferredMode`, cheap operations and matrix products return `Deferred` tensors: a record of the operation
+instead of its result. Whatever needs the numbers (an operation that is not deferred, a kernel of ours) asks for them,
+and by then the mode has seen what surrounds the operation: a list of rules looks at the record and computes several
+of them in one kernel where it knows one. A rule that finds nothing leaves the operation to torch. So a model's own
+code decides what is computed, whatever it is called and however it is wired, and what is never asked for is never
+computed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter, tree_map
+
+aten = torch.ops.aten
+
+#: Operations that only look at their first argument in another way.
+VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor,
+    aten.select.int, aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default,
+})  # fmt: skip
+
+#: What waits: pointwise operations, the sums of norms, and matrix products.
+DEFERRED = frozenset({
+    aten._to_copy.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
+    aten.pow.Tensor_Scalar, aten.mean.dim, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
+    aten.sigmoid.default, aten.tanh.default, aten.cat.default, aten.stack.default, aten.clone.default,
+    aten._fused_rms_norm.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.index.Tensor,
+})  # fmt: skip
+
+Rule = Callable[["DeferredMode", "Value"], "torch.Tensor | None"]
+
+
+class Value:
+    """One operation that was asked for, and its result once there is one.
+
+    Args:
+        meta: the result's shape, strides and dtype: a tensor on the meta device, or several.
+    """
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], meta: Any) -> None:
+        self.func, self.args, self.kwargs, self.meta = func, args, kwargs, meta
+        self.result: Any = None
+
+    @property
+    def is_view(self) -> bool:
+        return self.func in VIEWS
+
+
+class Deferred(torch.Tensor):
+    """A tensor without numbers: one of the outputs of a `Value` (None where it has one)."""
+
+    value: Value
+    output: int | None
+
+    @staticmethod
+    def __new__(cls, value: Value, index: int | None, device: torch.device) -> Deferred:
+        meta = value.meta if index is None else value.meta[index]
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        tensor.value, tensor.output = value, index
+        return tensor
+
+    @property
+    def meta(self) -> torch.Tensor:
+        return self.value.meta if self.output is None else self.value.meta[self.output]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} was called on a deferred tensor outside of its forward")
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class DeferredMode(TorchDispatchMode):
+    """Defers operations while it is active.
+
+    Args:
+        rules: what knows how to compute a value better than torch; the first that answers counts.
+        device: only operations that come out on this device are deferred.
+    """
+
+    def __init__(self, rules: Sequence[Rule], device: torch.device) -> None:
+        super().__init__()
+        self.rules = rules
+        self.device = device
+        self.num_launched = 0
+        self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._products: dict[Any, list[weakref.ref[Value]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DEFERRED and self._is_ours(args, kwargs):
+            return self._defer(func, args, kwargs)
+        if func in VIEWS and isinstance(args[0], Deferred):
+            if args[0].value.result is None:
+                return self._defer(func, args, kwargs)
+        elif func._schema.is_mutable:
+            self._before_write(func, args, kwargs)
+        args, kwargs = tree_map(self.tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    @contextmanager
+    def set_aside() -> Iterator[DeferredMode]:
+        """The active mode; until the end of the block operations run as they are called.
+
+        Raises:
+            RuntimeError: none is active.
+        """
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, DeferredMode):
+            raise RuntimeError("no deferred forward is under way")
+        with _disable_current_modes():
+            yield mode
+
+    def tensor(self, x: Any) -> Any:
+        """The numbers of a deferred tensor; anything else as it is."""
+        if not isinstance(x, Deferred):
+            return x
+        value = x.value
+        if value.result is None:
+            self.finish(value, self._view(value) if value.is_view else self._compute(value))
+        return value.result if x.output is None else value.result[x.output]
+
+    def finish(self, value: Value, result: Any) -> None:
+        """Gives a value its result. What it was computed from is let go."""
+        value.result, value.args = result, ()
+        self._pending.discard(value)
+
+    def products_of(self, x: torch.Tensor) -> Iterator[Value]:
+        """The matrix products with `x` as their left side that nobody has asked for yet, oldest first."""
+        for ref in self._products.get(identity(x), ()):
+            value = ref()
+            if value is not None and value.result is None:
+                yield value
+
+    def _is_ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        tensors = [x for x in tree_iter(args) if isinstance(x, torch.Tensor)]
+        if any(isinstance(x, Deferred) for x in tensors):
+            return kwargs.get("device") in (None, self.device)
+        floats = all(x.is_floating_point() for x in tensors[:1])
+        moved = kwargs.get("device") not in (None, self.device)
+        return floats and not moved and any(x.device == self.device and x.dim() > 0 for x in tensors)
+
+    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with _disable_current_modes():
+            meta_args, meta_kwargs = tree_map(_meta, (args, kwargs))
+            if "device" in meta_kwargs:
+                meta_kwargs["device"] = torch.device("meta")
+            meta = func(*meta_args, **meta_kwargs)
+            value = Value(func, args, kwargs, meta)
+            outputs = isinstance(meta, (tuple, list))
+            results = [Deferred(value, i, self.device) for i in range(len(meta))] if outputs else None
+            single = None if outputs else Deferred(value, None, self.device)
+        self._pending.add(value)
+        if func in (aten.mm.default, aten.addmm.default):
+            left = args[-2] if func is aten.mm.default else args[1]
+            self._products.setdefault(identity(left), []).append(weakref.ref(value))
+        return single if results is None else type(meta)(results)
+
+    def _compute(self, value: Value) -> Any:
+        with _disable_current_modes():
+            for rule in self.rules:
+                result = rule(self, value)
+                if result is not None:
+                    return result
+            self.num_launched += 1
+            args, kwargs = tree_map(self.tensor, (value.args, value.kwargs))
+            return value.func(*args, **kwargs)
+
+    def _view(self, value: Value) -> Any:
+        with _disable_current_modes():
+            base = self.tensor(value.args[0])
+            rest = value.args[1:]
+            try:
+                return value.func(base, *rest, **value.kwargs)
+            except RuntimeError:  # a kernel's output may have other strides than torch's would
+                return value.func(base.contiguous(), *rest, **value.kwargs)
+
+    def _before_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Computes what still has to read a tensor that is about to be written."""
+        schema = func._schema.arguments
+        named = [*zip((a.name for a in schema), args, strict=False), *kwargs.items()]
+        written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
+        targets = {_storage(self.tensor(x)) for name, x in named if name in written and isinstance(x, torch.Tensor)}
+        for value in list(self._pending):
+            reads = (_storage(x) for x in tree_iter(value.args) if isinstance(x, torch.Tensor))
+            if value.result is None and not targets.isdisjoint(reads):
+                self.finish(value, self._view(value) if value.is_view else self._compute(value))
+
+
+def whole(x: Any) -> Any:
+    """Under `x`, through views that keep every number in its place in memory: the value they all look at."""
+    while isinstance(x, Deferred) and x.value.is_view and x.value.result is None:
+        base = x.value.args[0]
+        if not isinstance(base, Deferred) or not _same_order(x.meta, base.meta):
+            break
+        x = base
+    return x
+
+
+def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.numel() == b.numel() and a.is_contiguous() and b.is_contiguous()
+
+
+def _meta(x: Any) -> Any:
+    if isinstance(x, Deferred):
+        return x.meta
+    if isinstance(x, torch.Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return x
+
+
+def identity(x: torch.Tensor) -> Any:
+    """Equal for tensors that hold the same numbers in the same order."""
+    x = whole(x)
+    if isinstance(x, Deferred):
+        return id(x.value), x.output
+    layout = x.numel() if x.is_contiguous() else (x.shape, x.stride())
+    return x.data_ptr(), layout, x.dtype
+
+
+def _storage(x: torch.Tensor) -> int | None:
+    """Where the numbers of a tensor lie; None if nowhere yet."""
+    while isinstance(x, Deferred):
+        if x.value.result is not None:
+            x = x.value.result if x.output is None else x.value.result[x.output]
+        elif x.value.is_view:
+            x = x.value.args[0]
+        else:
+            return None
+    return x.untyped_storage().data_ptr()

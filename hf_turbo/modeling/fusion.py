@@ -1,0 +1,220 @@
+"""Rules that compute several deferred operations in one kernel: what a decoder's layer is made of.
+
+Projections of the same input become one launch over several weights (no weight is copied), with the norm before them,
+the activation between them or the residual after them folded in, where the kernel is faster than cuBLAS; otherwise the
+norm takes the residual's sum with it and products go to torch. Products of many rows after a gated activation are
+computed piece by piece, so that a long prompt's widest tensor never exists in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ops import dispatch
+from .deferred import Deferred, DeferredMode, Value, aten, whole
+from .patterns import (
+    Product,
+    match_gated,
+    match_product,
+    match_rms_norm,
+    match_slice,
+    match_sum,
+    pending,
+    product_of,
+)
+
+#: Weights that one launch takes.
+_MAX_WEIGHTS = 3
+#: Rows of a long prompt that go through an MLP at a time.
+_PIECE = 4096
+
+
+def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """A product, and with it what else is waiting for the same input."""
+    if value.func not in (aten.mm.default, aten.addmm.default):
+        return None
+    product = product_of(value)
+    if product is None:
+        return None
+    if not _serves(mode, [product]):
+        return _in_pieces(mode, product)
+    siblings = [product_of(other) for other in mode.products_of(product.left) if other is not value]
+    others = [p for p in siblings if p is not None and p.weight.dtype == product.weight.dtype][: _MAX_WEIGHTS - 1]
+    products = [product, *others]
+    out = _launch(mode, products)
+    parts = out.split([p.weight.shape[0] for p in products], dim=1)
+    for other, part in zip(others, parts[1:], strict=True):
+        mode.finish(other.value, part)
+    return parts[0]
+
+
+def residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """`residual + product`."""
+    terms = match_sum(value)
+    if terms is None:
+        return None
+    for residual, x in (terms, terms[::-1]):
+        product = match_product(x)
+        if product is not None and _serves(mode, [product]) and _is_alone(mode, product):
+            rows = mode.tensor(residual).reshape(product.value.meta.shape)
+            return _launch(mode, [product], residual=rows).view(value.meta.shape)
+    return None
+
+
+def gated_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """`act(gate) * up`, from their products where these are two products of one input, or halves of one."""
+    found = match_gated(value)
+    if found is None:
+        return None
+    gate, up, kind = found
+    products = _gate_and_up(gate, up)
+    if products is not None and _serves(mode, products, activation=True):
+        return _launch(mode, products, activation=kind).view(value.meta.shape)
+    shape = value.meta.shape
+    gate_rows, up_rows = (mode.tensor(x).reshape(-1, shape[-1]) for x in (gate, up))
+    return dispatch.gated(gate_rows, up_rows, kind).view(shape)
+
+
+def norm_rule(mode: DeferredMode, value: Value) -> torch.Tensor | tuple[torch.Tensor, None] | None:
+    """An RMS norm, with the residual's sum before it where that is waiting, too."""
+    is_fused = value.func is aten._fused_rms_norm.default
+    if not is_fused and value.func not in (aten.mul.Tensor, aten._to_copy.default):
+        return None
+    found = match_rms_norm(Deferred(value, 0 if is_fused else None, mode.device))
+    if found is None:
+        return None
+    source, norm = found
+    size = source.shape[-1]
+    total = pending(source, aten.add.Tensor)
+    terms = None if total is None or whole(source).shape[-1] != size else match_sum(total)
+    if total is not None and terms is not None and not _takes_residual(mode, total):
+        a, b = (mode.tensor(x).reshape(-1, size) for x in terms)
+        normed, added = dispatch.rms_norm(b, norm, residual=a)
+        mode.finish(total, added.view(total.meta.shape))
+    else:
+        normed = dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm)
+    normed = normed.view(source.shape)
+    return (normed, None) if is_fused else normed
+
+
+def expert_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """`weight[expert_ids] @ x`: what a batched mixture of experts gathers and multiplies, without the gathering."""
+    if value.func is not aten.bmm.default:
+        return None
+    gathered, column = value.args
+    index = pending(gathered, aten.index.Tensor)
+    if index is None or index.args[0].dim() != 3 or len(index.args[1]) != 1 or isinstance(index.args[0], Deferred):
+        return None
+    weight, [ids] = index.args
+    rows = column.shape[0]
+    if column.shape[2] != 1 or weight.stride(2) != 1 or ids is None or ids.dim() != 1:
+        return None
+    x = mode.tensor(column).reshape(rows, -1)
+    return dispatch.expert_linear(x, weight, mode.tensor(ids)).view(value.meta.shape)
+
+
+RULES = (residual_rule, gated_rule, norm_rule, expert_rule, product_rule)
+
+
+def _gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
+    products = [match_product(gate), match_product(up)]
+    if None not in products:
+        first, second = products
+        same = first.left.shape == second.left.shape and _same_input(first, second)  # type: ignore[union-attr]
+        return [first, second] if same else None  # type: ignore[list-item]
+    halves = [match_slice(gate), match_slice(up)]
+    if None in halves:
+        return None
+    parts = []
+    for base, start, end, step in halves:  # type: ignore[misc]
+        product = match_product(base)
+        if product is None or step != 1:
+            return None
+        bias = None if product.bias is None else product.bias[start:end]
+        parts.append(Product(product.value, product.left, product.weight[start:end], bias))
+    return parts if parts[0].value is parts[1].value else None
+
+
+def _same_input(a: Product, b: Product) -> bool:
+    x, y = whole(a.left), whole(b.left)
+    if isinstance(x, Deferred) and isinstance(y, Deferred):
+        return x.value is y.value and x.output == y.output
+    return not isinstance(x, Deferred) and not isinstance(y, Deferred) and x.data_ptr() == y.data_ptr()
+
+
+def _is_alone(mode: DeferredMode, product: Product) -> bool:
+    """Whether no other product waits for the same input: those would be computed in one launch."""
+    return next((v for v in mode.products_of(product.left) if v is not product.value), None) is None
+
+
+def _serves(mode: DeferredMode, products: Sequence[Product], activation: bool = False) -> bool:
+    weights = [p.weight for p in products]
+    left = products[0].left
+    norm = match_rms_norm(left) is not None
+    rows = left.shape[0]
+    if dispatch.serves_linear(rows, weights, left.dtype, mode.device, norm=norm, activation=activation):
+        return True
+    return norm and dispatch.serves_linear(rows, weights, left.dtype, mode.device, norm=False, activation=activation)
+
+
+def _takes_residual(mode: DeferredMode, total: Value) -> bool:
+    """Whether a sum is computed by the product in it."""
+    terms = match_sum(total)
+    products = [match_product(x) for x in terms or ()]
+    return any(p is not None and _serves(mode, [p]) for p in products)
+
+
+def _launch(
+    mode: DeferredMode,
+    products: Sequence[Product],
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The kernel over one input, with the norm before it folded in where it takes one."""
+    left = products[0].left
+    weights, biases = [p.weight for p in products], [p.bias for p in products]
+    found = match_rms_norm(left)
+    norm = None
+    if found is not None and _norm_is_folded(mode, found[0], left, weights, activation):
+        source, norm = found
+        x = mode.tensor(source).reshape(left.shape)
+    else:
+        x = mode.tensor(left)
+    return dispatch.linear(x, weights, biases, norm=norm, residual=residual, activation=activation)
+
+
+def _norm_is_folded(
+    mode: DeferredMode,
+    source: torch.Tensor,
+    left: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    activation: str | None,
+) -> bool:
+    total = pending(source, aten.add.Tensor)
+    if total is not None and not _takes_residual(mode, total):
+        return False  # the norm's own kernel takes the sum with it
+    return source.shape[-1] == left.shape[-1] and dispatch.serves_linear(
+        left.shape[0], weights, left.dtype, mode.device, norm=True, activation=activation is not None
+    )
+
+
+def _in_pieces(mode: DeferredMode, product: Product) -> torch.Tensor | None:
+    """A product of many rows after a gated activation: rows go through both a piece at a time."""
+    rows = product.left.shape[0]
+    waiting = pending(product.left, aten.mul.Tensor)
+    found = None if waiting is None else match_gated(waiting)
+    parts = None if found is None else _gate_and_up(found[0], found[1])
+    if rows <= _PIECE or parts is None or found is None:
+        return None
+    x = mode.tensor(parts[0].left)
+    out = x.new_empty(rows, product.weight.shape[0])
+    for piece, result in zip(x.split(_PIECE), out.split(_PIECE), strict=True):
+        gate, up = (torch.nn.functional.linear(piece, p.weight, p.bias) for p in parts)
+        hidden = dispatch.gated(gate, up, found[2], out=gate)
+        del up
+        torch.mm(hidden, product.weight.t(), out=result)
+        if product.bias is not None:
+            result += product.bias
+    return out

@@ -1,0 +1,204 @@
+"""The captured decode steps of one patched model: one for each number of rows, made on first need.
+
+They belong to the model as it was: what the forward's Python code could see is compared while the GPU works, and a
+step of a model that has changed meanwhile is computed again, the model's own way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from transformers.utils import ModelOutput
+
+from ..cache.block_pool import BlockPool
+from ..cache.paged_cache import PagedCache
+from ..cache.step_cache import StepUnsuited
+from ..compat import CACHE_NAME
+from ..config import TurboConfig
+from ..ops.dispatch import uses_triton
+from .fusion import RULES
+from .model_state import ModelState, why_not_captured
+from .step_graph import Forward, StepGraph, StepInputs, bucket_of
+
+#: Graphs of one model at most; the one that was not used for longest goes.
+MAX_GRAPHS = 16
+
+
+class Owner(Protocol):
+    """What the steps need of a patch handle."""
+
+    config: TurboConfig
+    pool: BlockPool
+    sliding_windows: list[int | None]
+
+    def attention_is_ours(self) -> bool: ...
+
+    def step_aside(self, reason: str) -> None: ...
+
+
+class StepGraphs:
+    """The captured steps of one patched model.
+
+    Args:
+        owner: the model's patch handle.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._graphs: OrderedDict[Any, StepGraph] = OrderedDict()
+        self._lock = threading.RLock()
+        self._state: ModelState | None = None
+        self._refusal: str | None = None
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+        self.num_captured = self.num_replayed = self.num_dropped = 0
+        self.num_bytes = 0
+
+    def __reduce__(self) -> tuple[type[StepGraphs], tuple[Owner]]:
+        return StepGraphs, (self._owner,)  # a copy of the model captures its own
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def run(self, model: Any, forward: Forward, kwargs: dict[str, Any], trusted: bool = False) -> ModelOutput | None:
+        """One decode step by a graph.
+
+        Args:
+            model: the patched model.
+            forward: its own forward, bound.
+            kwargs: the arguments, all by name.
+            trusted: nobody else's code has run since the caller's last step, so the model is as it was.
+
+        Returns:
+            What the forward would return, or None: this call goes the model's own way.
+        """
+        cache = kwargs.get(CACHE_NAME)
+        if not isinstance(cache, PagedCache) or torch.is_grad_enabled() or not self._wants(cache):
+            return None
+        if kwargs.get("return_dict") is False:
+            return None
+        inputs = StepInputs.of(kwargs)
+        if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or _is_watched():
+            return None
+        with self._lock, torch.cuda.device(inputs.tensors["input_ids"].device):
+            if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
+                return None
+            return self._run(model, forward, cache, inputs, trusted)
+
+    def drop(self) -> None:
+        """Forgets all graphs and gives their memory back."""
+        with self._lock:
+            self.num_dropped += len(self._graphs)
+            self._graphs.clear()
+            self._state = self._refusal = self._pool = None
+            self.num_bytes = 0
+
+    def _wants(self, cache: PagedCache) -> bool:
+        return (
+            self._owner.config.cuda_graphs
+            and cache.pool is self._owner.pool
+            and cache.get_seq_length() > 0
+            and bucket_of(cache.batch_size) is not None
+            and self._owner.attention_is_ours()
+        )
+
+    def _is_allowed(self, model: Any) -> bool:
+        if self._refusal is None:
+            return True
+        if self._state is not None and self._state.unchanged():
+            return False
+        self.drop()
+        return True
+
+    def _takes_mask(self, cache: PagedCache, mask: Any, inputs: StepInputs) -> bool:
+        """Whether the mask is the left padding that the cache was filled with."""
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+            return False
+        return cache.batch_size == inputs.num_rows and cache.layout.read_padding(
+            mask, inputs.num_rows, cache.get_seq_length(), 1
+        )
+
+    def _run(
+        self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs, trusted: bool
+    ) -> ModelOutput | None:
+        start = cache.get_seq_length()
+        if "position_ids" not in inputs.tensors:
+            inputs.tensors["position_ids"] = torch.full((1, 1), start, device=inputs.tensors["input_ids"].device)
+        if self._graphs and (self._state is None or not self._state.same_memory()):
+            self.drop()
+        cache.advance()
+        graph = self._graphs.get(inputs.key)
+        if graph is not None and not graph.serves(cache):
+            del self._graphs[inputs.key]
+            graph = None
+        if graph is None:
+            result = self._capture(model, forward, cache, inputs)
+        else:
+            self._graphs.move_to_end(inputs.key)
+            self._order_streams()
+            graph.load(cache, inputs)
+            result = graph.replay(cache, inputs.num_rows)
+            self.num_replayed += 1
+            if not trusted and self._state is not None and not self._state.unchanged():
+                self.drop()  # that step was of a model that is no more
+                return None
+        if result is not None:
+            cache.finish_step(start + 1)
+        return result
+
+    def _capture(self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs) -> ModelOutput | None:
+        """The first step with these inputs: computed, then captured for the next ones."""
+        if self._state is None:
+            self._state = ModelState(model)
+        reason = why_not_captured(model)
+        if reason is not None:
+            return self._refuse(reason)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
+        before = torch.cuda.memory_reserved()
+        rules = RULES if self._owner.config.fused_layers else ()
+        graph = StepGraph(self._owner.pool, self._owner.sliding_windows, rules, inputs, self._columns(model, cache))
+        self._order_streams()
+        try:
+            graph.load(cache, inputs)
+            result = graph.result(graph.compute(forward), cache, inputs.num_rows)
+            graph.capture(forward, self._pool, self._stream)  # type: ignore[arg-type]
+        except StepUnsuited as error:
+            return self._refuse(str(error))
+        except (RuntimeError, NotImplementedError) as error:
+            return self._refuse(f"capturing the step failed: {error}".splitlines()[0])
+        while len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        self._graphs[inputs.key] = graph
+        self.num_captured += 1
+        self.num_bytes += max(torch.cuda.memory_reserved() - before, 0)
+        return result
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        self._owner.step_aside(f"decode steps are not captured: {reason}")
+
+    def _columns(self, model: Any, cache: PagedCache) -> dict[int | None, int]:
+        """Blocks for the longest context that the model was made for, or twice the present one."""
+        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+        tokens = max(longest, 2 * cache.get_seq_length())
+        return {window: -(-tokens // group.table.group.block_size) for window, group in cache.groups.items()}
+
+    def _order_streams(self) -> None:
+        """Graphs share their inputs and memory: what another stream still runs comes first."""
+        stream = torch.cuda.current_stream()
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+
+def _is_watched() -> bool:
+    """Whether a mode of the caller's sees every operation, which a captured step would not show it."""
+    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())

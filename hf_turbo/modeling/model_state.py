@@ -1,0 +1,113 @@
+"""What a captured forward took from its model: kept to see that nothing of it has changed since."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from transformers import PreTrainedConfig
+
+#: Hooks of Transformers itself that do nothing unless hidden states or attentions are asked for.
+_SILENT_HOOKS = ("transformers.utils.output_capturing",)
+_CONTAINERS = (dict, list, set)
+#: What `nn.Module` keeps that a forward without gradients does not look at.
+_NOT_IN_FORWARD = frozenset({
+    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_is_full_backward_hook",
+    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+})  # fmt: skip
+
+
+class ModelState:
+    """A model's parameters, buffers, submodules and attributes, by identity.
+
+    Written-to weights are no change: a captured kernel reads them where they are. Weights that lie somewhere else, a
+    module put in another's place, an adapter switched, an attribute set, `eval()` or `train()` are.
+
+    Args:
+        model: the model, all of whose modules count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = [x for module in model.modules() for x in _tensors(module)]
+        self._places = self._places_now()
+        attributes = list(_dicts(model))
+        containers = [x for held in attributes for x in _containers(held)]
+        self._dicts = attributes + [x for x in containers if isinstance(x, dict)]
+        self._others = [x for x in containers if not isinstance(x, dict)]
+        self._seen = list(self._visible())
+
+    def same_memory(self) -> bool:
+        """Whether weights and buffers are where they were. Quick: for every step, before anything is launched.
+
+        (One that was put in another's place is seen by `unchanged`; until then the old one is kept here.)
+        """
+        return self._places == self._places_now()
+
+    def unchanged(self) -> bool:
+        """Whether all that a forward's Python code could see is as it was."""
+        num_visible = sum(map(len, self._dicts)) + sum(map(len, self._others))
+        return num_visible == len(self._seen) and all(map(operator.is_, self._visible(), self._seen))
+
+    def _visible(self) -> Iterator[Any]:
+        """The values of all attributes, and what is in those that are containers. (One pass, in C.)"""
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._others))
+
+    def _places_now(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._tensors))
+
+
+def why_not_captured(model: nn.Module) -> str | None:
+    """Why a forward of this model has effects that a captured one would leave out; None if it has none."""
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return "there are hooks on all modules"
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        return f"the model is spread over {', '.join(sorted(map(str, devices)))}"
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", "") not in _SILENT_HOOKS for hook in hooks):
+            return f"{name or 'the model'} has a forward hook"
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            return f"the forward of {name or 'the model'} was replaced"
+        if module.training:
+            return "the model is in training mode"
+    return None
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for held in (module._parameters, module._buffers):
+        for x in held.values():
+            if x is not None:
+                yield x
+
+
+def _dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The attributes of every module and config of a model."""
+    seen: set[int] = set()
+    for module in model.modules():
+        yield vars(module)
+        for x in list(vars(module).values()):
+            if isinstance(x, PreTrainedConfig) and id(x) not in seen:
+                seen.add(id(x))
+                yield vars(x)
+
+
+def _containers(held: dict[str, Any]) -> Iterator[Any]:
+    return (x for name, x in held.items() if isinstance(x, _CONTAINERS) and name not in _NOT_IN_FORWARD)
+
+
+def settings() -> tuple[Any, ...]:
+    """Settings outside of the model that decide which kernels run or how they round."""
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )

@@ -1,0 +1,217 @@
+"""One captured decode step: a CUDA graph that reads what every step fills in.
+
+Lengths, block tables and tokens are read from tensors of the graph's own, so one graph serves every length and every
+cache of the model.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from ..cache.block_pool import BlockPool
+from ..cache.paged_cache import PagedCache
+from ..cache.step_cache import StepCache, StepGroup, StepUnsuited
+from ..compat import CACHE_NAME
+from .deferred import DeferredMode, Rule
+from .model_state import settings
+
+Forward = Callable[..., Any]
+
+
+def bucket_of(num_rows: int) -> int | None:
+    """The rows of the graph that serves so many; None for more than 256."""
+    for limit, step in ((8, 1), (64, 8), (256, 32)):
+        if num_rows <= limit:
+            return -(-num_rows // step) * step
+    return None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The arguments of one decode step.
+
+    Args:
+        tensors: those of the step's own size, by name.
+        options: the others, baked into the graph.
+        num_rows: rows of the batch.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    options: tuple[tuple[str, Any], ...]
+    num_rows: int
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any]) -> StepInputs | None:
+        """None: these are not the arguments of a step that can be captured."""
+        ids = kwargs.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
+            return None
+        tensors, options = {}, []
+        for name, x in kwargs.items():
+            if name in (CACHE_NAME, "attention_mask") or x is None:
+                continue
+            if isinstance(x, torch.Tensor):
+                tensors[name] = x
+            elif isinstance(x, (bool, int, float, str)):
+                options.append((name, x))
+            else:
+                return None
+        return cls(tensors, tuple(sorted(options)), len(ids))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a graph must have been captured with."""
+        shapes = tuple((name, self.padded_shape(name), x.dtype) for name, x in self.tensors.items())
+        return bucket_of(self.num_rows), shapes, self.options, settings()
+
+    def padded_shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape with the bucket's rows for the batch's."""
+        shape = list(self.tensors[name].shape)
+        dim = self.batch_dim(name)
+        if dim is not None:
+            shape[dim] = bucket_of(self.num_rows) or self.num_rows
+        return tuple(shape)
+
+    def batch_dim(self, name: str) -> int | None:
+        """Which dimension of a tensor counts rows; None if it is the same for all."""
+        shape = self.tensors[name].shape
+        if len(shape) == 3 and name == "position_ids":  # [3, rows, 1] where positions are time, height and width
+            return 1
+        return 0 if shape and shape[0] == self.num_rows else None
+
+
+class StepGraph:
+    """One captured decode step.
+
+    Args:
+        pool: where the model's blocks are.
+        sliding_windows: of each layer.
+        rules: how its operations are fused.
+        inputs: the first step's.
+        num_columns: blocks that a row can have, by sliding window.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        sliding_windows: Sequence[int | None],
+        rules: Sequence[Rule],
+        inputs: StepInputs,
+        num_columns: dict[int | None, int],
+    ) -> None:
+        self.device = inputs.tensors["input_ids"].device
+        self.num_rows = bucket_of(inputs.num_rows) or inputs.num_rows
+        self.options = dict(inputs.options)
+        self.tensors = {
+            name: torch.zeros(inputs.padded_shape(name), dtype=x.dtype, device=self.device)
+            for name, x in inputs.tensors.items()
+        }
+        self.seq_lens = torch.zeros(self.num_rows, dtype=torch.int32, device=self.device)
+        cu_seqlens_q = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
+        self.groups = {
+            window: StepGroup(pool.group(window), self.num_rows, columns, self.seq_lens, cu_seqlens_q)
+            for window, columns in num_columns.items()
+        }
+        self.cache = StepCache(self.groups, sliding_windows)
+        self.rules = rules
+        self.output: ModelOutput | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tables_of: dict[int | None, tuple[int, int]] = {}
+        self._bases: list[tuple[Any, int, int]] = []
+        self._versions: dict[int | None, int] = {}
+
+    def load(self, cache: PagedCache, inputs: StepInputs) -> None:
+        """Copies a step's inputs to where the graph reads them."""
+        for name, x in inputs.tensors.items():
+            dim = inputs.batch_dim(name)
+            target = self.tensors[name]
+            (target if dim is None else target.narrow(dim, 0, inputs.num_rows)).copy_(x, non_blocking=True)
+        lens = cache.layout.lengths(cache.get_seq_length() + 1)
+        lens += [0] * (self.num_rows - len(lens))
+        self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
+        for window, group in self.groups.items():
+            table = cache.groups[window].table
+            state = table.state
+            if self._tables_of.get(window) != state:
+                mirror = table.tensor(self.device)
+                columns = min(mirror.shape[1], group.block_tables.shape[1])
+                group.block_tables[: len(mirror), :columns].copy_(mirror[:, :columns])
+                self._tables_of[window] = state
+
+    def compute(self, forward: Forward) -> ModelOutput:
+        """Runs the step once, as it will be captured; what comes back is read before anything else runs."""
+        mode = DeferredMode(self.rules, self.device)
+        with torch.inference_mode(False), torch.no_grad(), mode:
+            output = forward(**self.tensors, **self.options, **{CACHE_NAME: self.cache})
+        self.cache.check_attended()
+        if not isinstance(output, ModelOutput):
+            raise StepUnsuited(f"the forward returns a {type(output).__name__}")
+        for name, x in output.items():
+            if isinstance(x, torch.Tensor):
+                output[name] = mode.tensor(x)
+            elif x is not self.cache:
+                raise StepUnsuited(f"the forward's output has a {name} of type {type(x).__name__}")
+        return output
+
+    def capture(self, forward: Forward, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Records the step. Everything that it needs must have been compiled by `compute`."""
+        was_enabled = gc.isenabled()
+        gc.disable()  # what it would free might wait for the device, which a capture can't
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    self.output = self.compute(forward)
+                finally:
+                    graph.capture_end()
+                self._graph = graph
+        finally:
+            if was_enabled:
+                gc.enable()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._bases = [(layer.store, *_base(layer.store)) for layer in self.cache.layers]
+        self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
+
+    def serves(self, cache: PagedCache) -> bool:
+        """Whether the graph reads this cache's blocks, and its rows fit."""
+        for window, group in self.groups.items():
+            if cache.groups[window].table.width > group.block_tables.shape[1]:
+                return False
+            if self._versions[window] != group.blocks.manager.version:
+                for layer in self.cache.layers:
+                    if layer.group is group:
+                        group.blocks.cover(layer.store)
+                self._versions[window] = group.blocks.manager.version
+                if any(_base(store) != (k, v) for store, k, v in self._bases):
+                    return False
+        return all(mine[0] is theirs.store for mine, theirs in zip(self._bases, cache.layers, strict=True))
+
+    def replay(self, cache: PagedCache, num_rows: int) -> ModelOutput:
+        """Runs the captured step on the current stream."""
+        if self._graph is None or self.output is None:
+            raise RuntimeError("the step has not been captured")
+        self._graph.replay()
+        return self.result(self.output, cache, num_rows)
+
+    def result(self, output: ModelOutput, cache: PagedCache, num_rows: int) -> ModelOutput:
+        """A copy of an output for the caller, with its own cache in it."""
+        values: dict[str, Any] = {}
+        for name, x in output.items():
+            if isinstance(x, torch.Tensor):
+                values[name] = (x[:num_rows] if x.dim() and len(x) == self.num_rows else x).clone()
+            else:
+                values[name] = cache
+        return type(output)(**values)
+
+
+def _base(store: Any) -> tuple[int, int]:
+    """Where a layer's first segment of keys and of values lies."""
+    return store.kv.k_segments[0].data_ptr(), store.kv.v_segments[0].data_ptr()

@@ -1,0 +1,315 @@
+"""Linears of a few rows, as decode steps have (Triton): bound by reading the weights, once, at full speed.
+
+One launch serves several weights with the same input (q/k/v; gate and up), which stay separate tensors. A norm
+before, a bias, an activation between gate and up, and a residual after are folded in: each would be a launch of its
+own, and at batch 1 a launch costs as much as a small linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .attention_config import ceil_div, device_facts, next_power_of_2
+from .launch import Launcher
+from .linear_config import MAX_GEMV_ROWS, MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
+from .linear_kernels import add_splits_kernel, dot_kernel, expert_kernel, gemv_kernel
+from .norm_spec import RMSNorm
+
+#: Outputs a program of the kernel that adds the splits.
+MERGE_BLOCK = 256
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+_launch_gemv = Launcher(gemv_kernel)
+_launch_dot = Launcher(dot_kernel)
+_launch_add_splits = Launcher(add_splits_kernel)
+_launch_expert = Launcher(expert_kernel)
+
+
+def _check(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,
+) -> None:
+    rows, k = x.shape
+    sizes = [len(weight) for weight in weights]
+    if not 1 <= rows <= MAX_ROWS or x.stride(1) != 1:
+        raise ValueError(f"x must have 1 to {MAX_ROWS} rows and a last stride of 1, got {list(x.shape)}, {x.stride()}")
+    if not 1 <= len(weights) <= 3:
+        raise ValueError(f"one launch takes 1 to 3 weights, got {len(weights)}")
+    for weight in weights:
+        if weight.ndim != 2 or weight.shape[1] != k or weight.dtype != x.dtype or weight.stride(1) != 1:
+            raise ValueError(
+                f"weights must be [N, {k}], {x.dtype}, with a last stride of 1, "
+                f"got {list(weight.shape)}, {weight.dtype}, strides {weight.stride()}"
+            )
+    if len({weight.stride(0) for weight in weights}) > 1:
+        raise ValueError(f"all weights must have the same row stride, got {[weight.stride(0) for weight in weights]}")
+    if len(biases) != len(weights):
+        raise ValueError(f"biases must be None or one (or None) a weight, got {len(biases)} for {len(weights)} weights")
+    for bias, size in zip(biases, sizes, strict=True):
+        if bias is not None and (bias.shape != (size,) or bias.dtype != x.dtype or bias.stride(0) != 1):
+            raise ValueError(f"a bias must be [{size}], {x.dtype}, contiguous, got {list(bias.shape)}, {bias.dtype}")
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be None or one of {ACTIVATIONS}, got {activation!r}")
+        if len(sizes) != 2 or sizes[0] != sizes[1] or residual is not None:
+            raise ValueError("an activation takes two weights of one size, gate and up, and no residual")
+    if residual is not None and len(weights) != 1:
+        raise ValueError(f"a residual takes one weight, got {len(weights)}")
+    width = sizes[0] if activation is not None else sum(sizes)
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None and (tensor.shape != (rows, width) or tensor.dtype != x.dtype or tensor.stride(1) != 1):
+            raise ValueError(
+                f"{name} must be {[rows, width]}, {x.dtype}, with a last stride of 1, "
+                f"got {list(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
+            )
+
+
+def _check_norm(norm: RMSNorm, x: torch.Tensor, config: LinearConfig) -> None:
+    k = x.shape[1]
+    weight = norm.weight
+    if config.dot:
+        raise ValueError(f"a norm is folded in for few rows only, got {len(x)}: normalize x before, or ask supports()")
+    if weight is None:
+        return
+    dtypes = {x.dtype} if norm.round_first else {x.dtype, torch.float32}
+    if weight.shape != (k,) or weight.dtype not in dtypes or weight.stride(0) != 1:
+        raise ValueError(f"the norm's weight must be [{k}], {x.dtype}, got {list(weight.shape)}, {weight.dtype}")
+
+
+class _Operands:
+    """The kernels' arguments, by kind and in their order, and what they are compiled for.
+
+    A tensor that is absent is replaced by x, of the same dtype, and not read.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        norm: RMSNorm | None,
+        residual: torch.Tensor | None,
+        activation: str | None,
+        out: torch.Tensor,
+        config: LinearConfig,
+    ) -> None:
+        rows, k = x.shape
+        missing = 3 - len(weights)
+        sizes = [len(weight) for weight in weights]
+        self.x, self.out, self.norm, self.config = x, out, norm, config
+        self.rows, self.k = rows, k
+        self.weights = (*weights, *[x] * missing)
+        self.biases = (*(x if bias is None else bias for bias in biases), *[x] * missing)
+        self.residual = x if residual is None else residual
+        self.norm_weight = x if norm is None or norm.weight is None else norm.weight
+        self.sizes = (*sizes, *[0] * missing)
+        # The rows of each weight, and how many of them have a bias.
+        self.bounds = (*self.sizes, *(0 if bias is None else len(bias) for bias in biases), *[0] * missing)
+        # A single row's stride is never used; a fixed number compiles nothing anew.
+        x_stride, *self.io_strides = (t.stride(0) if rows > 1 else k for t in (x, self.residual, out))
+        self.strides = (x_stride, weights[0].stride(0), *self.io_strides)
+        self.epilogue = (len(sizes), any(self.bounds[3:]), residual is not None, activation)
+        self.output_sizes = sizes[:1] if activation is not None else sizes
+        tensors = (x, *self.weights, *self.biases, self.norm_weight, self.residual, out)
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        self.key = (x.device, x.dtype, self.norm_weight.dtype, self.strides, aligned, config)
+
+    def tiles(self, block_n: int) -> int:
+        return sum(ceil_div(size, block_n) for size in self.output_sizes)
+
+
+def _run_gemv(o: _Operands) -> None:
+    norm_kind, eps = None, 0.0
+    if o.norm is not None:
+        norm_kind = "plus_one" if o.norm.plus_one else "round_first" if o.norm.round_first else "round_last"
+        eps = float(o.norm.eps)
+    config = o.config
+    constants = (
+        o.rows, next_power_of_2(o.rows), o.k, *o.epilogue, norm_kind, o.norm is not None and o.norm.weight is not None,
+        config.block_n, config.block_k, config.pdl,
+    )  # fmt: skip
+    _launch_gemv(
+        (o.key, constants), (o.tiles(config.block_n), 1, 1),
+        o.x, *o.weights, *o.biases, o.norm_weight, o.residual, o.out, *o.bounds, eps, *o.strides, *constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _run_dot(o: _Operands) -> None:
+    config = o.config
+    partial = o.out
+    if config.split_k > 1:
+        partial = torch.empty(config.split_k, o.rows, sum(o.sizes), dtype=torch.float32, device=o.x.device)
+    constants = (
+        o.k, *o.epilogue, config.split_k, max(16, next_power_of_2(o.rows)),
+        config.block_n, config.block_k, config.prefetch, config.pdl,
+    )  # fmt: skip
+    _launch_dot(
+        (o.key, constants), (o.tiles(config.block_n), config.split_k, 1),
+        o.x, *o.weights, *o.biases, o.residual, o.out, partial, o.rows, *o.bounds, *o.strides, *constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
+    )  # fmt: skip
+    if config.split_k > 1:
+        merge_constants = (*o.epilogue, config.split_k, MERGE_BLOCK, config.pdl)
+        _launch_add_splits(
+            (o.key, merge_constants), (o.tiles(MERGE_BLOCK), o.rows, 1),
+            partial, *o.biases, o.residual, o.out, *o.bounds, *o.io_strides, *merge_constants,
+            num_warps=2, launch_pdl=config.pdl, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    *,
+    norm: RMSNorm | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    config: LinearConfig | None = None,
+) -> torch.Tensor:
+    """One or several linears of the same few rows, in one launch (two when the columns are split).
+
+    Sums are in float32, in an order that depends on shapes, dtype and device alone; results are rounded where torch,
+    op by op, would round.
+
+    Args:
+        x: `[M, K]`, 1 to 64 rows, fp32, fp16 or bf16, the last stride 1.
+        weights: one to three `[N_i, K]` in x's dtype, the last stride 1, all with the same row stride.
+        biases: None, or for each weight None or `[N_i]` in x's dtype.
+        norm: x is normalized first (up to 4 rows, or what `supports` says).
+        residual: `[M, N]`, added to the rounded result; with one weight and no activation. It may be `out`.
+        activation: None, or "silu", "gelu" or "gelu_tanh": the two weights are gate and up, of one size, and the
+            result is `act(gate) * up`.
+        out: where to write; allocated if None. It may not overlap x.
+        config: overrides the table (for measuring).
+
+    Returns:
+        `[M, N]` in x's dtype, N the sum of the N_i: the outputs side by side; with an activation N is N_0.
+
+    Raises:
+        ValueError: for other shapes, dtypes or strides, or a norm with more rows.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x must be [M, K], got {list(x.shape)}")
+    rows, k = x.shape
+    sizes = [len(weight) for weight in weights]
+    biases = [None] * len(sizes) if biases is None else list(biases)
+    gated = activation is not None
+    if out is None:
+        out = x.new_empty(rows, sizes[0] if gated else sum(sizes))
+    _check(x, weights, biases, residual, activation, out)
+    if config is None:
+        features = sizes[0] if gated else sum(sizes)
+        config = choose_config(rows, features, k, gated, norm is not None, x.dtype, device_facts(x.device))
+    if norm is not None:
+        _check_norm(norm, x, config)
+
+    operands = _Operands(x, weights, biases, norm, residual, activation, out, config)
+    with torch.cuda.device_of(x):
+        (_run_dot if config.dot else _run_gemv)(operands)
+    return out
+
+
+def supports(
+    x_rows: int, weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, *,
+    norm: bool, activation: bool,
+) -> bool:  # fmt: skip
+    """Whether `linear` is the faster way for this shape, by a static table of what was measured.
+
+    No for a device, dtype or number of rows that nobody measured; then use `torch.nn.functional.linear`.
+    """
+    if device.type != "cuda" or not 1 <= x_rows <= MAX_ROWS or (norm and x_rows > MAX_GEMV_ROWS):
+        return False
+    if not 1 <= len(weights) <= 3 or any(weight.dtype != dtype or weight.stride(1) != 1 for weight in weights):
+        return False
+    if len({weight.stride(0) for weight in weights}) > 1 or (activation and len({len(w) for w in weights}) > 1):
+        return False
+    features = len(weights[0]) if activation else sum(len(weight) for weight in weights)
+    return is_faster(x_rows, features, weights[0].shape[1], activation, norm, dtype, device_facts(device))
+
+
+def expert_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    repeat: int = 1,
+    out: torch.Tensor | None = None,
+    config: LinearConfig | None = None,
+) -> torch.Tensor:
+    """Each row through the linear of its own expert, without the host knowing which: `x[r // repeat] @ W[id[r]].T`.
+
+    Args:
+        x: `[R / repeat, K]`, fp32, fp16 or bf16, the last stride 1.
+        weight: `[E, N, K]` in x's dtype, the last stride 1.
+        expert_ids: `[R]`, int64 or int32, contiguous. An id outside `[0, E)` is padding: its row becomes zeros.
+        bias: None or `[E, N]` in x's dtype, the last stride 1.
+        repeat: how many outputs in a row each row of x serves (the experts of a token).
+        out: where to write; allocated if None. It may not overlap x.
+        config: overrides the table (for measuring).
+
+    Returns:
+        `[R, N]` in x's dtype.
+
+    Raises:
+        ValueError: for other shapes, dtypes or strides.
+    """
+    rows, (_, k), (num_experts, size, _) = len(expert_ids), x.shape, weight.shape
+    if out is None:
+        out = x.new_empty(rows, size)
+    _check_expert(x, weight, expert_ids, bias, repeat, out)
+    if rows == 0:
+        return out
+    if config is None:
+        config = choose_expert_config(k, x.dtype, device_facts(x.device))
+    tensors = (x, weight, x if bias is None else bias, expert_ids, out)
+    strides = (x.stride(0), weight.stride(0), weight.stride(1), 0 if bias is None else bias.stride(0), out.stride(0))
+    constants = (repeat, k, bias is not None, config.block_n, config.block_k, config.pdl)
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    key = (x.device, x.dtype, expert_ids.dtype, strides, aligned, constants, config.num_warps)
+    with torch.cuda.device_of(x):
+        _launch_expert(
+            key, (rows, ceil_div(size, config.block_n), 1),
+            *tensors, num_experts, size, *strides, *constants,
+            num_warps=config.num_warps, num_stages=1, launch_pdl=config.pdl, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def _check_expert(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    repeat: int,
+    out: torch.Tensor,
+) -> None:
+    rows, (num_experts, size, k) = len(expert_ids), weight.shape
+    if expert_ids.ndim != 1 or expert_ids.dtype not in (torch.int32, torch.int64) or not expert_ids.is_contiguous():
+        raise ValueError(
+            f"expert_ids must be [R], int32 or int64, contiguous, got {list(expert_ids.shape)}, {expert_ids.dtype}"
+        )
+    if repeat < 1 or rows % repeat:
+        raise ValueError(f"repeat must be at least 1 and divide the {rows} expert ids, got {repeat}")
+    shapes = {
+        "x": (x, (rows // repeat, k)),
+        "weight": (weight, (num_experts, size, k)),
+        "bias": (bias, (num_experts, size)),
+        "out": (out, (rows, size)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != x.dtype or tensor.stride(-1) != 1):
+            raise ValueError(
+                f"{name} must be {list(shape)}, {x.dtype}, with a last stride of 1, "
+                f"got {list(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
+            )

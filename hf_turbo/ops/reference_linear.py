@@ -1,0 +1,78 @@
+"""What the linear kernels compute, in plain torch: the oracle of their tests, and what a CPU runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .norm_spec import RMSNorm
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """`norm` of each row of x, in x's dtype."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.round_first:
+        scaled = scaled.to(x.dtype)
+    if norm.weight is not None:
+        weight = norm.weight if norm.round_first else norm.weight.float()
+        scaled = scaled * (1 + weight if norm.plus_one else weight)
+    return scaled.to(x.dtype)
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    *,
+    norm: RMSNorm | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `linear.linear`; any number of rows and weights."""
+    if norm is not None:
+        x = rms_norm(x, norm)
+    if biases is None:
+        biases = [None] * len(weights)
+    parts = []
+    for weight, bias in zip(weights, biases, strict=True):
+        product = x.float() @ weight.float().T
+        parts.append((product if bias is None else product + bias.float()).to(x.dtype))
+    if activation is not None:
+        gate, up = parts
+        result = _ACTIVATIONS[activation](gate) * up
+    else:
+        result = torch.cat(parts, 1)
+    if residual is not None:
+        result = residual + result
+    return result if out is None else out.copy_(result)
+
+
+def expert_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    repeat: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `linear.expert_linear`."""
+    num_experts = len(weight)
+    real = (expert_ids >= 0) & (expert_ids < num_experts)
+    ids = torch.where(real, expert_ids, 0).long()
+    rows = x.repeat_interleave(repeat, 0).float()
+    product = torch.einsum("rk,rnk->rn", rows, weight[ids].float())
+    if bias is not None:
+        product = product + bias[ids].float()
+    result = torch.where(real[:, None], product, 0.0).to(x.dtype)
+    return result if out is None else out.copy_(result)

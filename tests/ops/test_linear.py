@@ -1,0 +1,292 @@
+import dataclasses
+
+import pytest
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_turbo.ops import linear as ops
+from hf_turbo.ops import reference_linear as reference
+from hf_turbo.ops.attention_config import DeviceFacts
+from hf_turbo.ops.linear_config import LinearConfig, choose_config, is_faster
+from hf_turbo.ops.norm_spec import RMSNorm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GEMV = LinearConfig(block_n=2, block_k=128, num_warps=1)
+DOT = LinearConfig(block_n=16, block_k=64, num_warps=4, num_stages=2, dot=True)
+SPLIT = dataclasses.replace(DOT, block_k=32, split_k=3)
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def random(*shape, dtype):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@dataclasses.dataclass
+class Case:
+    """Inputs of one call, x and the residual as slices of wider rows, as a model's are."""
+
+    x: torch.Tensor
+    weights: list
+    biases: list | None
+    options: dict
+
+    def expected(self):
+        return reference.linear(self.x, self.weights, self.biases, **self.options)
+
+    def check(self, config=None):
+        """The result is right, and nothing beside it is written."""
+        expected = self.expected()
+        rows, width = expected.shape
+        buffer = torch.full((rows + 2, width + 16), torch.nan, dtype=expected.dtype, device=DEVICE)
+        out = buffer[1:-1, 8:-8]
+        assert ops.linear(self.x, self.weights, self.biases, **self.options, out=out, config=config) is out
+        tolerance = TOLERANCES[expected.dtype]
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        out.fill_(torch.nan)
+        assert buffer.isnan().all()
+
+
+def make_case(rows, k, sizes, dtype=torch.float16, biases="", norm=None, residual=False, activation=None):
+    """`biases` says of each weight whether it has one: "yn"; `norm` is llama, gemma or bare."""
+    x = torch.full((rows, k + 8), torch.nan, dtype=dtype, device=DEVICE)[:, :k]
+    x.copy_(random(rows, k, dtype=dtype))
+    weights = [(torch.randn(size, k, device=DEVICE) / k**0.5).to(dtype) for size in sizes]
+    bias_list = [random(n, dtype=dtype) if has == "y" else None for n, has in zip(sizes, biases)] if biases else None
+    scale = random(k, dtype=dtype)
+    norms = {
+        None: None,
+        "llama": RMSNorm(scale, 1e-2, plus_one=False, round_first=True),
+        "gemma": RMSNorm(scale, 1e-2, plus_one=True, round_first=False),
+        "last": RMSNorm(scale.float(), 1e-2, plus_one=False, round_first=False),
+        "bare": RMSNorm(None, 1e-2),
+    }
+    added = random(rows, sum(sizes) + 8, dtype=dtype)[:, :-8] if residual else None
+    return Case(x, weights, bias_list, {"norm": norms[norm], "residual": added, "activation": activation})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("sizes, biases", [((7,), ""), ((5, 2), "ny"), ((6, 1, 3), "yny")])
+def test_few_rows(rows, sizes, biases, dtype):
+    make_case(rows, 200, sizes, dtype, biases).check(GEMV)
+
+
+@pytest.mark.parametrize("norm", ["llama", "gemma", "last", "bare"])
+@pytest.mark.parametrize("k", [96, 256, 333])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norm(norm, k, dtype):
+    make_case(2, k, (4, 3), dtype, norm=norm).check(GEMV)
+
+
+@pytest.mark.parametrize("config", [DOT, SPLIT])
+@pytest.mark.parametrize("rows, k, dtype", [(1, 256, torch.float16), (17, 200, torch.float32), (33, 71, torch.float16)])
+@pytest.mark.parametrize("sizes, biases", [((37,), ""), ((16, 5, 20), "yny")])
+def test_many_rows(rows, k, sizes, biases, dtype, config):
+    make_case(rows, k, sizes, dtype, biases).check(config)
+
+
+@pytest.mark.parametrize("config", [GEMV, DOT, SPLIT])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("biases", ["", "ny"])
+def test_gated(activation, biases, config):
+    case = make_case(3, 200, (21, 21), torch.float32, biases, activation=activation)
+    case.x *= 4  # to where the activations bend and saturate
+    case.check(config)
+
+
+@pytest.mark.parametrize("config", [GEMV, DOT, SPLIT])
+def test_gate_is_rounded_before_and_after_its_activation(config):
+    case = make_case(4, 64, (80, 80), activation="silu", biases="yy")
+    case.check(config)
+    out = ops.linear(case.x, case.weights, case.biases, activation="silu", config=config)
+    gate, up = (case.x.float() @ w.float().T + b.float() for w, b in zip(case.weights, case.biases))
+    unrounded = (torch.nn.functional.silu(gate) * up).half()
+    mismatches = [(out != other).float().mean() for other in (case.expected(), unrounded)]
+    assert mismatches[0] < 0.02 < 0.1 < mismatches[1]
+
+
+@pytest.mark.parametrize("config", [GEMV, DOT, SPLIT])
+def test_residual(config):
+    case = make_case(5, 200, (21,), residual=True, biases="y")
+    case.check(config)
+    expected = case.expected()
+    residual = case.options["residual"]
+    ops.linear(case.x, case.weights, case.biases, residual=residual, out=residual, config=config)
+    torch.testing.assert_close(residual, expected, rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("rows, options", [(1, {"norm": "llama"}), (4, {"residual": True}), (20, {"biases": "y"})])
+def test_the_tables_configuration(rows, options):
+    make_case(rows, 136, (9,), **options).check()
+
+
+@pytest.mark.parametrize("config", [GEMV, DOT, SPLIT])
+def test_a_row_does_not_depend_on_the_others(config):
+    case = make_case(8, 200, (19,), torch.float32)
+    together = ops.linear(case.x, case.weights, config=config)
+    for row in (0, 3, 7):
+        alone = ops.linear(case.x[row : row + 1], case.weights, config=config)
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-6, atol=1e-6)
+
+
+def test_weights_with_gaps_between_rows():
+    case = make_case(2, 64, (6, 4))
+    whole = random(10, 72, dtype=torch.float16)
+    case.weights = [whole[:6, :64], whole[6:, :64]]
+    case.check(GEMV)
+    case.check(DOT)
+
+
+@pytest.mark.parametrize("module", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_norm_is_transformers(module, dtype):
+    gemma = module is Gemma2RMSNorm
+    norm = module(96).to(dtype)
+    norm.weight.data.normal_()
+    x = torch.randn(4, 96).to(dtype)
+    spec = RMSNorm(norm.weight.data, norm.eps if gemma else norm.variance_epsilon, gemma, not gemma)
+    torch.testing.assert_close(reference.rms_norm(x, spec), norm(x), rtol=0, atol=0)
+
+
+def test_refuses_what_it_cannot_do():
+    case = make_case(2, 64, (6, 4))
+    x, weights = case.x, case.weights
+    with pytest.raises(ValueError, match="x must be"):
+        ops.linear(x[0], weights)
+    with pytest.raises(ValueError, match="1 to 64 rows"):
+        ops.linear(x.new_zeros(65, 64), weights)
+    with pytest.raises(ValueError, match="last stride of 1"):
+        ops.linear(x, [weights[0].T.contiguous().T])
+    with pytest.raises(ValueError, match="1 to 3 weights"):
+        ops.linear(x, weights * 2)
+    with pytest.raises(ValueError, match="weights must be"):
+        ops.linear(x, [weights[0].float()])
+    with pytest.raises(ValueError, match="same row stride"):
+        ops.linear(x, [weights[0], random(4, 72, dtype=x.dtype)[:, :64]])
+    with pytest.raises(ValueError, match="one \\(or None\\) a weight"):
+        ops.linear(x, weights, [None])
+    with pytest.raises(ValueError, match="bias must be"):
+        ops.linear(x, weights, [None, weights[0][0]])
+    with pytest.raises(ValueError, match="of one size"):
+        ops.linear(x, weights, activation="silu")
+    with pytest.raises(ValueError, match="one of"):
+        ops.linear(x, [weights[0]] * 2, activation="relu")
+    with pytest.raises(ValueError, match="takes one weight"):
+        ops.linear(x, weights, residual=x[:, :10])
+    with pytest.raises(ValueError, match="out must be"):
+        ops.linear(x, weights, out=x)
+    with pytest.raises(ValueError, match="few rows"):
+        ops.linear(random(9, 64, dtype=x.dtype), weights, norm=RMSNorm(None, 1e-5))
+    with pytest.raises(ValueError, match="norm's weight"):
+        ops.linear(x, weights, norm=RMSNorm(x[0, :32], 1e-5))
+    with pytest.raises(ValueError, match="round_first=False"):
+        RMSNorm(None, 1e-5, plus_one=True)
+
+
+def test_supports_only_what_was_measured():
+    h200 = DeviceFacts(132, 90, 232448)
+    assert is_faster(1, 4096, 4096, False, True, torch.bfloat16, h200)
+    assert not is_faster(1, 4096, 4096, False, True, torch.float32, h200)
+    assert not is_faster(1, 4096, 4096, False, True, torch.bfloat16, dataclasses.replace(h200, capability=80))
+    weights = [torch.empty(8, 8)]
+    assert not ops.supports(1, weights, torch.float32, torch.device("cpu"), norm=False, activation=False)
+
+
+@pytest.mark.parametrize("facts", [DeviceFacts(132, 90, 232448), DeviceFacts(84, 86, 101376)])
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 64])
+@pytest.mark.parametrize("features, k, gated", [(6144, 4096, False), (14336, 4096, True), (4096, 14336, False)])
+def test_the_table_fits_the_device(rows, features, k, gated, facts):
+    config = choose_config(rows, features, k, gated, False, torch.bfloat16, facts)
+    tile_rows = max(16, rows) + config.block_n * (2 if gated else 1)
+    assert config.dot == (rows > 4) and config.pdl == (facts.capability >= 90)
+    assert not config.dot or config.num_stages * tile_rows * config.block_k * 2 <= facts.shared_memory
+
+
+@pytest.mark.parametrize("dtype, id_type", [(torch.float32, torch.int64), (torch.float16, torch.int32)])
+@pytest.mark.parametrize("repeat, with_bias", [(1, True), (2, False)])
+def test_experts(repeat, with_bias, id_type, dtype):
+    x = random(6 // repeat, 200, dtype=dtype)
+    weight = (random(4, 12, 208, dtype=dtype) / 14)[:, 1:10, :200]
+    ids = torch.tensor([3, 0, 4, 2, -1, 0], device=DEVICE, dtype=id_type)
+    bias = random(4, 12, dtype=dtype)[:, :9] if with_bias else None
+    if repeat == 1:
+        x[[2, 4]] = torch.nan  # rows of padding hold anything
+    out = torch.full((6, 9), torch.nan, dtype=dtype, device=DEVICE)
+    ops.expert_linear(x, weight, ids, bias=bias, repeat=repeat, out=out, config=GEMV)
+    expected = torch.zeros_like(out)
+    for row, expert in enumerate(ids.tolist()):
+        if 0 <= expert < 4:
+            product = x[row // repeat].float() @ weight[expert].float().T
+            expected[row] = (product + bias[expert] if with_bias else product).to(dtype)
+    torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    assert not out[[2, 4]].any()
+    by_reference = reference.expert_linear(x, weight, ids, bias=bias, repeat=repeat)
+    torch.testing.assert_close(by_reference, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    by_table = ops.expert_linear(x, weight, ids, bias=bias, repeat=repeat)
+    torch.testing.assert_close(by_table, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+def test_experts_refuse():
+    x, weight = random(3, 16, dtype=torch.float32), random(2, 4, 16, dtype=torch.float32)
+    ids = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="expert_ids"):
+        ops.expert_linear(x, weight, ids.float())
+    with pytest.raises(ValueError, match="repeat"):
+        ops.expert_linear(x, weight, ids, repeat=2)
+    with pytest.raises(ValueError, match="x must be"):
+        ops.expert_linear(x[:2], weight, ids)
+    with pytest.raises(ValueError, match="last stride of 1"):
+        ops.expert_linear(x, weight.mT.contiguous().mT, ids)
+    assert ops.expert_linear(x[:0], weight, ids[:0]).shape == (0, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 33, 64])
+@pytest.mark.parametrize("k", [576, 1001, 4096])
+def test_on_the_device(rows, k, dtype):
+    few = "llama" if rows <= 4 else None
+    torch.backends.cuda.matmul.allow_tf32 = False
+    make_case(rows, k, (k, 130, 77), dtype, "yny", norm=few).check()
+    make_case(rows, k, (1000, 1000), dtype, norm=few, activation="silu").check()
+    make_case(rows, k, (515,), dtype, residual=True).check()
+
+
+@pytest.mark.gpu
+def test_alignment_is_part_of_what_is_compiled():
+    aligned = make_case(1, 512, (64,), torch.bfloat16)
+    aligned.check()
+    shifted = make_case(1, 512, (64,), torch.bfloat16)
+    shifted.weights = [torch.cat([w.flatten(), w[0]])[1:-511].view(64, 512) for w in shifted.weights]
+    shifted.x = torch.cat([shifted.x, shifted.x], 1)[:, 3:515]
+    shifted.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 24])
+def test_dependent_launches_in_a_graph(rows):
+    """A chain in which every kernel reads what the one before wrote, captured, replayed, against one by one."""
+    hidden, inner, layers = 1024, 2048, 12
+    down = [make_case(rows, inner, (hidden,), torch.bfloat16).weights for _ in range(layers)]
+    up = [make_case(rows, hidden, (inner, inner), torch.bfloat16).weights for _ in range(layers)]
+    start = random(rows, hidden, dtype=torch.bfloat16)
+    norm = RMSNorm(None, 1e-5) if rows <= 4 else None
+
+    def run(after_each):
+        x = start
+        for up_weights, down_weights in zip(up, down):
+            inside = ops.linear(x, up_weights, norm=norm, activation="silu")
+            after_each()
+            x = ops.linear(inside, down_weights, residual=x)
+            after_each()
+        return x
+
+    expected = run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(lambda: None)
+    for _ in range(50):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
