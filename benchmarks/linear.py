@@ -22,10 +22,8 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ import torch.nn.functional as F
 import triton
 
 from benchmarks.attention import commit, copy_bandwidth, graph_us
+from benchmarks.precompile import compile_all
 from hf_turbo.ops import linear as ops
 from hf_turbo.ops import reference_linear
 from hf_turbo.ops.attention_config import DeviceFacts, device_facts
@@ -132,67 +131,33 @@ def candidates(shape: Shape, rows: int, facts: DeviceFacts) -> list[LinearConfig
     return list(dict.fromkeys([base, *(dataclasses.replace(c, pdl=facts.capability >= 90) for c in configs)]))
 
 
-# The first stage: compiling, in processes that have no device.
-
-
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One kernel to compile."""
+class CompileJob:
+    """Launches one kernel, to compile it."""
 
     shape: Shape
     rows: int
     config: LinearConfig
     norm: bool
 
+    def __call__(self) -> None:
+        Problem(self.shape, copies=1).ours(self.rows, self.config, self.norm)(0)
 
-def compile_job(job: Job, capability: int) -> None:
-    """Compiles one kernel into Triton's cache on disk, by the op's own launch code, on tensors without memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
-    class Driver:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", capability, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    launch = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch(self, *args, grid=grid, warmup=True, **kwargs)
-
-    driver.set_active(Driver())
-    JITFunction.run = compile_only
-    try:
-        with torch.device("meta"):
-            Problem(job.shape, copies=1).ours(job.rows, job.config, job.norm)(0)
-    except Exception as error:  # the timing stage meets it again and reports it
-        print(f"{job}: {error!r}"[:300])
-    finally:
-        JITFunction.run = launch
+def find_jobs(shapes: list[Shape], all_rows: list[int], facts: DeviceFacts) -> Iterator[CompileJob]:
+    for shape in shapes:
+        for rows in all_rows:
+            norm = folds_norm(shape, rows)
+            configs = candidates(shape, rows, facts)
+            yield from (CompileJob(shape, rows, config, norm) for config in configs)
+            if norm:
+                yield CompileJob(shape, rows, configs[0], False)
 
 
 def find_facts() -> DeviceFacts | None:
     if not torch.cuda.is_available():
         return None
     return device_facts(torch.device("cuda", 0))
-
-
-def compile_all(jobs: list[Job], facts: DeviceFacts, budget: float) -> None:
-    start = time.monotonic()
-    processes = max(1, min(16, len(os.sched_getaffinity(0))))
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
-        wait([pool.submit(compile_job, job, facts.capability) for job in jobs], timeout=budget)
-        pool.shutdown(cancel_futures=True)
-    print(f"{len(jobs)} kernels by {processes} processes in {time.monotonic() - start:.0f} s")
-
-
-# The second stage: timing.
 
 
 class Problem:
@@ -447,16 +412,6 @@ def run_experts(run: Run, facts: DeviceFacts) -> None:
                 run.measure(case, "hf_turbo", ours(config), len(ids), num_bytes, config, out, reference)
 
 
-def find_jobs(shapes: list[Shape], all_rows: list[int], facts: DeviceFacts) -> Iterator[Job]:
-    for shape in shapes:
-        for rows in all_rows:
-            norm = folds_norm(shape, rows)
-            configs = candidates(shape, rows, facts)
-            yield from (Job(shape, rows, config, norm) for config in configs)
-            if norm:
-                yield Job(shape, rows, configs[0], False)
-
-
 def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -474,7 +429,8 @@ def main() -> None:
     shapes = [s for s in [*LARGE, *SMALL] if not arguments.shapes or s.name in arguments.shapes]
     # One kernel serves 8 and 16 rows, so those need compiling once.
     jobs = list(find_jobs(shapes, arguments.rows, facts))
-    compile_all([job for job in jobs if not (job.config.dot and job.rows == 8 and 16 in arguments.rows)], facts, 60)
+    jobs = [job for job in jobs if not (job.config.dot and job.rows == 8 and 16 in arguments.rows)]
+    compile_all(jobs, facts.capability, budget=60)
 
     torch.set_default_device("cuda")
     torch.manual_seed(0)

@@ -267,10 +267,12 @@ def test_one_step_is_its_own_speed():
 
 
 def test_step_is_the_difference_of_whole_calls(monkeypatch):
-    took = {16: 2.6, 8: 1.8, 1: 1.1}
+    took, warmed = {16: 2.6, 8: 1.8, 1: 1.1}, []
+    monkeypatch.setattr(measure, "generate", lambda model, ids, case, variant, new: warmed.append(new))
     monkeypatch.setattr(measure, "_timed", lambda model, ids, case, variant, new: (took[new], torch.zeros(1, new)))
     sample = measure.whole_call_turn(None, None, Case(1, 8, 16), TRANSFORMERS)
     assert sample.step_s == pytest.approx(0.1) and sample.ttft_s == 1.1 and sample.text.shape == (1, 16)
+    assert warmed == [8]
 
 
 def test_whole_calls_and_stamps_see_the_same_text(tiny):

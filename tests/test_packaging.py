@@ -23,9 +23,11 @@ LAYERS = [
     {"patching"},
     {"report"},
     {"sample_models", "__init__"},
+    {"bench"},
+    {"cli"},
 ]
 
-OPTIONAL = {"triton", "flash_attn", "datasets", "matplotlib", "gguf", "rich", "peft", "sentencepiece"}
+OPTIONAL = {"triton", "typer", "flash_attn", "datasets", "matplotlib", "gguf", "rich", "peft", "sentencepiece"}
 MAX_LINES = 450
 
 

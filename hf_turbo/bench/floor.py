@@ -70,13 +70,14 @@ def _copy_bandwidth(device: torch.device, copies: int = 10) -> float:
     target = torch.empty_like(source)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = float("inf")
-    for _ in range(5):
-        begin.record()
-        for _ in range(copies):
-            target.copy_(source)
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3)
+    with torch.cuda.device(device):
+        for _ in range(5):
+            begin.record()
+            for _ in range(copies):
+                target.copy_(source)
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 1e3)
     return 2 * source.nbytes * copies / best
 
 

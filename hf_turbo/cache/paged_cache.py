@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..compat import crop_argument
 from ..ops import dispatch
+from ..ops.deferred import DeferredMode
 from ..ops.metadata import LayerKV
 from .block_pool import BlockCopies, BlockPool, LayerStore
 from .block_table import BlockTable
@@ -187,6 +188,9 @@ class PagedLayer(CacheLayerMixin):
             In a forward whose mask came from hf_turbo: the new keys and values, marked with this layer.
             Otherwise the keys and values that a stock cache would return.
         """
+        if DeferredMode.is_active():
+            with DeferredMode.set_aside() as mode:
+                return self.update(mode.tensor(key_states), mode.tensor(value_states))
         start, (num_rows, _, q_len, _) = self.length, key_states.shape
         plan = self.group.plan
         if plan is None or not plan.fits(start, num_rows, q_len):

@@ -10,6 +10,7 @@ import torch
 from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..handle import PatchHandle
+from ..modeling.prompt_forward import forward_prompt
 from .beam_loop import beam_search, can_search
 from .loop import can_sample, sample
 
@@ -129,9 +130,13 @@ def _forward_of(original: Any) -> Any:
 
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = partial(original.forward, self)
-        output = None if args else self._hf_turbo.steps.run(self, own, kwargs)
-        return own(*args, **kwargs) if output is None else output
+        own, handle = partial(original.forward, self), self._hf_turbo
+        if args or handle.model_reason:
+            return own(*args, **kwargs)
+        output = handle.steps.run(self, own, kwargs)
+        if output is None and handle.config.fused_layers:
+            output = forward_prompt(self, own, kwargs)
+        return own(**kwargs) if output is None else output
 
     return forward
 

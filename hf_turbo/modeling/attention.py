@@ -21,6 +21,7 @@ from ..cache.forward_plan import ForwardPlan
 from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch, prompt
+from ..ops.deferred import DeferredMode
 from .step_attention import attend_step
 
 NAME = "hf_turbo"
@@ -126,6 +127,10 @@ def attention(
             raise StepUnsuited("dropout, or an attention argument that is not known")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_step(layer, query, key, value, scale, softcap, s_aux), None
+    if DeferredMode.is_active():
+        with DeferredMode.set_aside() as mode:
+            query, key, value = (mode.tensor(x) for x in (query, key, value))
+            return attention(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
     unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
     if plan is not None and not unchanged:

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from ..ops import dispatch
-from .deferred import Deferred, DeferredMode, Value, aten, whole
+from ..ops.deferred import Deferred, DeferredMode, Value, aten, whole
 from .patterns import (
     Product,
     match_gated,
     match_product,
     match_rms_norm,
+    match_rotary,
     match_slice,
     match_sum,
     pending,
@@ -115,7 +116,29 @@ def expert_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     return dispatch.expert_linear(x, weight, mode.tensor(ids)).view(value.meta.shape)
 
 
-RULES = (residual_rule, gated_rule, norm_rule, expert_rule, product_rule)
+def rotary_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """Rotary embedding of `[batch, heads, tokens, head_dim]`, or with heads and tokens the other way round."""
+    rotary = match_rotary(Deferred(value, None, mode.device)) if value.func in _ROTARY_ENDS else None
+    if rotary is None or rotary.source.dim() != 4 or rotary.cos.shape != rotary.sin.shape or rotary.cos.dim() != 4:
+        return None
+    batch, second, third, _ = rotary.source.shape
+    angles = tuple(rotary.cos.shape[:3])
+    heads_first = angles in ((batch, 1, third), (1, 1, third))
+    if not heads_first and angles not in ((batch, second, 1), (1, second, 1)):
+        return None
+    heads_dim = 1 if heads_first else 2
+    cos, sin = (mode.tensor(x).squeeze(heads_dim) for x in (rotary.cos, rotary.sin))
+    if rotary.in_float32:
+        cos, sin = cos.float(), sin.float()
+    source = mode.tensor(rotary.source)
+    source = source.transpose(1, 2) if heads_first else source
+    out = dispatch.rotate(source, cos, sin, rotary_dim=rotary.rotary_dim, interleaved=rotary.interleaved)
+    return out.transpose(1, 2) if heads_first else out
+
+
+_ROTARY_ENDS = (aten.add.Tensor, aten.cat.default, aten._to_copy.default)
+
+RULES = (rotary_rule, residual_rule, gated_rule, norm_rule, expert_rule, product_rule)
 
 
 def _gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from typing import Any, Protocol
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from transformers.utils import ModelOutput
 
 from ..cache.block_pool import BlockPool
@@ -21,7 +20,7 @@ from ..compat import CACHE_NAME
 from ..config import TurboConfig
 from ..ops.dispatch import uses_triton
 from .fusion import RULES
-from .model_state import ModelState, why_not_captured
+from .model_state import ModelState, is_watched, why_not_captured
 from .step_graph import Forward, StepGraph, StepInputs, bucket_of
 
 #: Graphs of one model at most; the one that was not used for longest goes.
@@ -84,7 +83,7 @@ class StepGraphs:
         if kwargs.get("return_dict") is False:
             return None
         inputs = StepInputs.of(kwargs)
-        if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or _is_watched():
+        if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
         with self._lock, torch.cuda.device(inputs.tensors["input_ids"].device):
             if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
@@ -197,8 +196,3 @@ class StepGraphs:
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
-
-
-def _is_watched() -> bool:
-    """Whether a mode of the caller's sees every operation, which a captured step would not show it."""
-    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.modules import module as global_hooks
 from transformers import PreTrainedConfig
 
@@ -111,3 +112,8 @@ def settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
     )
+
+
+def is_watched() -> bool:
+    """Whether a mode of the caller's sees every operation, which one that is captured or fused would not show it."""
+    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..ops.deferred import Deferred, Value, aten, identity, whole
 from ..ops.norm_spec import RMSNorm
-from .deferred import Deferred, Value, aten, identity, whole
 
 _ACTIVATIONS = {aten.silu.default: "silu", aten.gelu.default: "gelu"}
 

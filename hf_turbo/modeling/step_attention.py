@@ -8,8 +8,8 @@ import torch
 
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch
+from ..ops.deferred import DeferredMode, identity
 from ..ops.norm_spec import RMSNorm
-from .deferred import DeferredMode, identity
 from .patterns import Rotary, match_rms_norm, match_rotary
 
 _NOTHING_FUSED: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "rotary_dim": 0}

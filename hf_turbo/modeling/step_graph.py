@@ -18,7 +18,7 @@ from ..cache.block_pool import BlockPool
 from ..cache.paged_cache import PagedCache
 from ..cache.step_cache import StepCache, StepGroup, StepUnsuited
 from ..compat import CACHE_NAME
-from .deferred import DeferredMode, Rule
+from ..ops.deferred import DeferredMode, Rule
 from .model_state import settings
 
 Forward = Callable[..., Any]

@@ -23,6 +23,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_store_kv",
+    "rotate",
     "serves_linear",
     "store_kv",
     "uses_triton",
@@ -69,6 +70,12 @@ def rotary_store_kv(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor
     """Norms of heads, rotary embedding and `store_kv` in one; see `reference_layers.rotary_store_kv`."""
     module = _kernels("rotary") if uses_triton(q.device) else reference_layers
     return module.rotary_store_kv(q, *args, **options)
+
+
+def rotate(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Rotary embedding; see `reference_layers.rotate`."""
+    module = _kernels("rotate") if uses_triton(x.device) else reference_layers
+    return module.rotate(x, *args, **options)
 
 
 def rms_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:

@@ -79,6 +79,13 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: i
     return torch.cat((rotated, passed), -1)
 
 
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, rotary_dim: int, interleaved: bool = False
+) -> torch.Tensor:
+    """See `rotate.rotate`."""
+    return _rotate(x, cos[:, :, None], sin[:, :, None], rotary_dim, interleaved)
+
+
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """See `activation.gated`."""
     if kind == "silu":

@@ -136,7 +136,7 @@ def _norm_pieces(
 
 
 @triton.jit
-def _load_rotated(
+def load_rotated(
     row_ptrs, cos_ptrs, sin_ptrs, row_mask, weight_ptr, eps,
     DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTING: tl.constexpr,
 ):
@@ -170,7 +170,7 @@ def _load_rotated(
 
 
 @triton.jit
-def _store_pieces(
+def store_pieces(
     row_ptrs, row_mask, first, second, rest,
     DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):
@@ -239,16 +239,16 @@ def _rotary_store_kv_kernel(
     if head_tile < Q_TILES:
         head = head_tile * BLOCK_H + row % BLOCK_H
         mask = live & (head < HEADS)
-        first, second, rest = _load_rotated(
+        first, second, rest = load_rotated(
             q_ptr + source * stride_qt + head * stride_qh, cos_ptrs, sin_ptrs, mask, q_weight_ptr, q_eps,
             K_DIM, ROTARY_DIM, INTERLEAVED, Q_WEIGHTING,
         )
         out_ptrs = q_out_ptr + source * stride_ot + head * stride_oh
-        _store_pieces(out_ptrs, mask, first, second, rest, K_DIM, ROTARY_DIM, INTERLEAVED)
+        store_pieces(out_ptrs, mask, first, second, rest, K_DIM, ROTARY_DIM, INTERLEAVED)
     elif head_tile < Q_TILES + KV_TILES:
         head = (head_tile - Q_TILES) * BLOCK_H + row % BLOCK_H
         mask = live & (head < KV_HEADS)
-        first, second, rest = _load_rotated(
+        first, second, rest = load_rotated(
             k_ptr + source * stride_kt + head * stride_kh, cos_ptrs, sin_ptrs, mask, k_weight_ptr, k_eps,
             K_DIM, ROTARY_DIM, INTERLEAVED, K_WEIGHTING,
         )
@@ -257,7 +257,7 @@ def _rotary_store_kv_kernel(
             K_STRIDES, BLOCK_SIZE, SEGMENTED,
         )
         k_slots = k_cache_ptr + slot + head.to(tl.int64) * K_STRIDES[1]
-        _store_pieces(k_slots, stored, first, second, rest, K_DIM, ROTARY_DIM, INTERLEAVED)
+        store_pieces(k_slots, stored, first, second, rest, K_DIM, ROTARY_DIM, INTERLEAVED)
     else:
         head = (head_tile - Q_TILES - KV_TILES) * BLOCK_H + row % BLOCK_H
         mask = live & (head < KV_HEADS)

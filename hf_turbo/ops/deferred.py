@@ -123,6 +123,11 @@ class DeferredMode(TorchDispatchMode):
         with _disable_current_modes():
             yield mode
 
+    @staticmethod
+    def is_active() -> bool:
+        """Whether a deferred forward is under way in this thread."""
+        return isinstance(_get_current_dispatch_mode(), DeferredMode)
+
     def tensor(self, x: Any) -> Any:
         """The numbers of a deferred tensor; anything else as it is."""
         if not isinstance(x, Deferred):
