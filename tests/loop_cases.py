@@ -27,9 +27,9 @@ def own_loops():
     def counted(loop):
         return lambda *args: ran.append(loop) or loop(*args)
 
-    with patch.object(mixin, "sample", counted(mixin.sample)):
-        with patch.object(mixin, "beam_search", counted(mixin.beam_search)):
-            yield
+    counted_sample = patch.object(mixin, "sample", counted(mixin.sample))
+    with counted_sample, patch.object(mixin, "beam_search", counted(mixin.beam_search)):
+        yield
     assert ran
 
 

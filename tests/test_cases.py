@@ -143,7 +143,7 @@ def test_c04_beams_without_reordering_are_wrong(monkeypatch):
     stock, model = pair("llama", 4)
     batch = ragged(4, 9, 17)
     expected = generate(stock, batch, num_beams=4).sequences
-    monkeypatch.setattr(hf_turbo.PagedCache, "reorder_cache", lambda self, beam_idx: None)
+    monkeypatch.setattr(hf_turbo.PagedCache, "select_rows", lambda self, rows: None)
     assert not torch.equal(generate(model, batch, num_beams=4).sequences, expected)
 
 

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.generation import columns, loop, mixin, step
+from hf_turbo.generation.choice import Choice
 
 PLAIN, RAGGED = prompt(2, 11), ragged(3, 7, 12, 19)
 EVERYTHING = {"output_scores": True, "output_logits": True}
@@ -81,11 +82,14 @@ def test_same_as_transformers_loop(pairs, behind, model_name, inputs, way):
     assert torch.equal(generate(stock, inputs, 14, **options).sequences, got.sequences)
 
 
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("eos", ["one", "list", "none", "never"])
-def test_eos_ends_at_the_same_token(llama, behind, eos):
-    ends = early_eos(llama, PLAIN[:1])
+def test_eos_ends_at_the_same_token(llama, behind, eos, do_sample):
+    """One row: the first that ends is the last."""
+    torch.manual_seed(5)  # as `both`
+    ends = early_eos(llama, PLAIN[:1], do_sample=do_sample)
     token = {"one": ends[0], "list": [1, *ends, 2], "none": None, "never": 127}[eos]
-    expected, got = both(llama, PLAIN[:1], eos_token_id=token, **EVERYTHING)
+    expected, got = both(llama, PLAIN[:1], eos_token_id=token, do_sample=do_sample, **EVERYTHING)
     assert_same(expected, got)
     assert (got.sequences.shape[1] < 25) == (eos in ("one", "list"))
     if eos in ("one", "list"):
@@ -319,6 +323,26 @@ def test_probabilities_that_are_no_numbers(behind):
     model.lm_head.weight.data[5] = float("nan")
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         generate(model, PLAIN, 4, do_sample=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampling_as_on_a_gpu(llama, rows):
+    """The operations of the GPU's path, on the CPU: which tokens, and when rows with numbers are told from others."""
+    scores = torch.randn(rows, 50)
+    config = llama.generation_config
+    choice = Choice([], config, torch.device("cpu"), can_undo=False)
+    tokens = choice._sample_without_checks(torch.softmax(scores, -1))
+    assert tokens.shape == choice.check.shape == (rows,)
+    assert (choice.check > 0).all()
+    counts = torch.zeros(50)
+    for _ in range(3000):
+        counts[choice._sample_without_checks(torch.softmax(scores[:1], -1))] += 1
+    torch.testing.assert_close(counts / 3000, torch.softmax(scores[0], -1), atol=0.03, rtol=0)
+    for bad in (float("nan"), float("inf")):
+        spoilt = scores.clone()
+        spoilt[-1, 7] = bad
+        choice._sample_without_checks(torch.softmax(spoilt, -1))
+        assert choice.check.isnan().tolist() == [False] * (rows - 1) + [True]
 
 
 @pytest.mark.parametrize(

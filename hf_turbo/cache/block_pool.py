@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..ops.block_ids import SEGMENT_BITS, SEGMENT_MASK
+from ..ops.dispatch import layer_addresses, uses_triton
 from ..ops.metadata import LayerKV
 from .block_manager import BlockManager
 
@@ -119,6 +122,7 @@ class BlockGroup:
         self.peak_blocks = 0
         self.copied_blocks = 0
         self._stores: dict[int, LayerStore] = {}
+        self._addresses: tuple[Any, Any] | None = None  # of the layers that blocks were last copied in
         self._lock = lock
 
     @property
@@ -173,6 +177,20 @@ class BlockGroup:
                 store.cover(self.manager.segment_sizes)
                 store.version = self.manager.version
         return store.kv  # type: ignore[return-value]
+
+    def copy_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks in these layers, `(from, to)`; none is both."""
+        layers = [self.cover(store) for store in stores]  # new segments get their tensors
+        if layers and uses_triton(stores[0].device):
+            key = (tuple(map(id, layers)), self.manager.version)
+            if self._addresses is None or self._addresses[0] != key:
+                self._addresses = (key, layer_addresses(layers))
+            if self._addresses[1] is not None:
+                self._addresses[1].copy(pairs)
+                return
+        at_once = BlockCopies(pairs)
+        for store in stores:
+            store.copy(at_once)
 
     def fill(self, value: float) -> None:
         """Writes `value` into every block that nobody owns: for tests that look for stale reads."""

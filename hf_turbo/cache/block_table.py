@@ -11,6 +11,9 @@ from .block_pool import BlockGroup
 
 _numbers = itertools.count()
 
+#: A table of so few entries goes to the device anew rather than in changes: one copy instead of several operations.
+_SMALL = 2048
+
 
 class BlockTable:
     """The block ids of each row, in the order of its tokens, and the owner of one reference to each.
@@ -120,6 +123,8 @@ class BlockTable:
                 self.group.release(row)
         self.rows, self.first = rows, [self.first[i] for i in indices]
         self._version += 1
+        if self._mirror is not None and self._mirror.numel() <= _SMALL:
+            self._mirror = None
         self._flush()
         if self._mirror is not None:
             self._mirror = self._mirror.index_select(0, torch.tensor(indices, device=self._mirror.device))

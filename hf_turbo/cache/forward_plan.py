@@ -23,8 +23,9 @@ class RowLayout:
     Args:
         padding: leading columns of each row that are padding.
         copies_per_row: so many neighbouring rows begin with the same prompt (beams, return sequences).
-        columns_read: columns of the last mask, if it was left padding; 0 if not.
-        only_ones_follow: who runs the model promises that each mask is the last one read, with ones after it.
+        columns_read: columns of the last mask that was read, if it was left padding; 0 if not.
+        only_ones_follow: who runs the model promises that each mask is the last one read, with ones after it: it is
+            not fetched from the device.
     """
 
     padding: list[int] = field(default_factory=list)
@@ -46,8 +47,7 @@ class RowLayout:
             ValueError: the mask says that a column is real which was padding when it was computed.
         """
         total = start + q_len
-        if self.only_ones_follow and self.padding and self.columns_read >= start:
-            self.columns_read = total
+        if self.only_ones_follow:
             return True
         self.columns_read = 0
         known = self.padding or [0] * num_rows

@@ -13,7 +13,7 @@ from ..compat import crop_argument
 from ..ops import dispatch
 from ..ops.deferred import DeferredMode
 from ..ops.metadata import LayerKV
-from .block_pool import BlockCopies, BlockPool, LayerStore
+from .block_pool import BlockPool, LayerStore
 from .block_table import BlockTable
 from .forward_plan import ForwardPlan, RowLayout, make_plan
 
@@ -24,7 +24,7 @@ LAYER_ATTRIBUTE = "_hf_turbo_layer"
 class MaskLength(int):
     """The key length that Transformers hands to the mask function, with the layer it was asked of."""
 
-    layer: PagedLayer
+    layer: Any  # a PagedLayer, or a StepLayer in a step that is being captured
 
 
 class LayerGroup:
@@ -76,9 +76,8 @@ class LayerGroup:
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if copies:
-            at_once = BlockCopies(copies)
-            for layer in self.layers:
-                layer.copy_blocks(at_once)
+            stores = [layer.store for layer in self.layers if layer.store is not None]
+            self.table.group.copy_blocks(stores, copies)
             self.table.group.release([source for source, _ in copies])
 
     def crop(self, num_columns: int) -> None:
@@ -218,12 +217,6 @@ class PagedLayer(CacheLayerMixin):
             raise RuntimeError(f"layer {self.layer_idx} has stored nothing yet")
         return self.group.table.group.cover(self.store)
 
-    def copy_blocks(self, copies: BlockCopies) -> None:
-        """Copies whole blocks."""
-        if self.store is not None:
-            self.kv()  # new segments get their tensors
-            self.store.copy(copies)
-
     def dense(self, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first_column` on, `[batch, num_kv_heads, columns, head_dim]`.
 
@@ -287,6 +280,8 @@ class PagedCache(Cache):
         expected_length: int = 0,
     ) -> None:
         self.pool = pool
+        #: A loop's promise: no code but its own has run since the model's last step, so the model has not changed.
+        self.model_is_as_it_was = False
         self.layout = RowLayout(copies_per_row=copies_per_row)
         tables = {window: BlockTable(pool.group(window), expected_length) for window in set(sliding_windows)}
         self._adopt(tables, sliding_windows)
@@ -363,6 +358,8 @@ class PagedCache(Cache):
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Makes row `i` what row `rows[i]` is, told by the host. Blocks are shared, none is copied."""
+        if list(rows) == list(range(self.batch_size)):
+            return
         for group in self.groups.values():
             group.select(rows)
         self.layout.padding = [self.layout.padding[row] for row in rows]
@@ -374,7 +371,7 @@ class PagedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         other = PagedCache.__new__(PagedCache)
         memo[id(self)] = other
-        other.pool = self.pool
+        other.pool, other.model_is_as_it_was = self.pool, False
         other.layout = RowLayout(list(self.layout.padding), self.layout.copies_per_row)
         windows = [layer.sliding_window for layer in self.layers]
         other._adopt({window: group.table.copy() for window, group in self.groups.items()}, windows)

@@ -114,6 +114,7 @@ class StepCache(Cache):
 
     def __init__(self, groups: dict[int | None, StepGroup], sliding_windows: Sequence[int | None]) -> None:
         self.groups = groups
+        self.layers: list[StepLayer]  # type: ignore[assignment]
         super().__init__(layers=[StepLayer(groups[window], i) for i, window in enumerate(sliding_windows)])
 
     @property

@@ -17,6 +17,7 @@ from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from .columns import Columns
 from .finished_beams import Candidates, FinishedBeams
+from .known import criteria_are_known, processors_are_known
 from .step import DecodeSteps, is_stock, knows_steps
 from .stopping import StopRules
 
@@ -59,14 +60,13 @@ def beam_search(
     cache: PagedCache = model_kwargs[CACHE_NAME]
     outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
     beams = _Beams(model, input_ids, logits_processor, stopping_criteria, generation_config)
-    steps = DecodeSteps(model, outputs, model_kwargs)
-    stay = list(range(len(input_ids)))
+    alone = processors_are_known(logits_processor) and criteria_are_known(stopping_criteria)
+    steps = DecodeSteps(model, outputs, model_kwargs, alone)
     with steps:
         while True:
             step = beams.step(outputs.logits)
             del outputs  # the logits of a prompt may be large
-            if (rows := beams.rows_to_go_on(step)) != stay:
-                cache.select_rows(rows)
+            cache.select_rows(beams.rows_to_go_on(step))
             goes_on = beams.finished.surely_goes_on(step)
             if not goes_on:
                 beams.finished.add(step)

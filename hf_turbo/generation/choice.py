@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from ..ops.dispatch import argmax
+
 
 class Choice:
     """Greedy or sampled tokens, as Transformers chooses them: the same processors, the same random numbers.
@@ -42,7 +44,7 @@ class Choice:
         """
         last = logits[:, -1]
         if self._is_plain:
-            return torch.argmax(last, dim=-1).to(self._device)
+            return argmax(last).to(self._device)
         # A copy: the model may write its next logits to the same memory.
         last = last.to(copy=True, dtype=torch.float32, device=self._device)
         scores = self._processors(sequences(), last) if self._processors else last
@@ -50,7 +52,7 @@ class Choice:
             self.scores.append(scores)
         if self.logits is not None:
             self.logits.append(last)
-        return self._sample(scores) if self._samples else torch.argmax(scores, dim=-1)
+        return self._sample(scores) if self._samples else argmax(scores)
 
     def undo(self, steps: int) -> None:
         """Forgets the last steps, at most one, and the random numbers that they took."""
@@ -66,10 +68,15 @@ class Choice:
         probabilities = torch.softmax(scores, dim=-1)
         if self._random is not None:
             self._random.remember()
-        if self._device.type != "cuda":
-            return torch.multinomial(probabilities, num_samples=1).squeeze(1)
-        # What torch.multinomial does for one sample, without its checks, for which it waits twice. A row of softmax
-        # is all numbers or has NaN, which is then its largest.
+        if self._device.type == "cuda":
+            return self._sample_without_checks(probabilities)
+        return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+
+    def _sample_without_checks(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """What torch.multinomial does for one sample, without its checks, for which it waits twice.
+
+        A row of softmax is all numbers or has NaN, which is then its largest.
+        """
         noise = torch.empty_like(probabilities).exponential_(1)
         self.check, tokens = torch.div(probabilities, noise, out=noise).max(dim=-1)
         return tokens

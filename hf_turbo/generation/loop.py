@@ -57,7 +57,7 @@ def sample(
     cache: PagedCache = model_kwargs[CACHE_NAME]
     outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
     text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer, cache)
-    steps = DecodeSteps(model, outputs, model_kwargs)
+    steps = DecodeSteps(model, outputs, model_kwargs, alone=text.is_alone and streamer is None)
     with model._optimize_model_for_decode(), steps:
         tokens = text.add_token(outputs.logits)
         del outputs  # the logits of a prompt may be large
@@ -94,7 +94,9 @@ class _Text:
         self._choice = Choice(processors, generation_config, device, can_undo=ahead)
         self._rules = StopRules(criteria, device)
         self._readback = Readback(streamer, ahead)
-        self._strangers_read = not (processors_known and criteria_known)
+        # The one row of a batch needs no padding, and is done when the text is.
+        self._is_single = len(input_ids) == 1
+        self.is_alone = processors_known and criteria_known
         self._done: torch.Tensor | None = None  # bool [rows]
         self._padding = generation_config._pad_token_tensor
         if self._padding is not None:
@@ -106,7 +108,7 @@ class _Text:
         None when the text ends.
         """
         tokens = self._choice(self._sequences, logits)
-        if self._rules.pads and self._done is not None:
+        if self._rules.pads and self._done is not None and not self._is_single:
             tokens = torch.where(self._done, self._padding, tokens)
         self._ids.append(tokens)
         self._rules.remind(self._ids.length)
@@ -138,18 +140,21 @@ class _Text:
 
     def _sequences(self) -> torch.Tensor:
         """All tokens, int64 `[rows, length]`; contiguous, as code that we don't know may need them."""
-        return self._ids.view.contiguous() if self._strangers_read else self._ids.view
+        return self._ids.view.contiguous() if not self.is_alone else self._ids.view
 
     def _note_done(self, tokens: torch.Tensor) -> None:
         done = self._rules.done(tokens, self._sequences, self._choice.scores)
         if done is not None:
-            self._done = done if self._done is None else self._done | done
+            self._done = done if self._done is None or self._is_single else self._done | done
 
     def _verdict(self) -> torch.Tensor | None:
-        check = self._choice.check
-        if self._done is None:
+        done, check = self._done, self._choice.check
+        if done is None:
             return None if check is None else check.amax()
-        return self._done.all() if check is None else torch.where(self._done, -1.0, check).amax()
+        if check is None:
+            return done[0] if self._is_single else done.all()
+        votes = torch.where(done, -1.0, check)
+        return votes[0] if self._is_single else votes.amax()
 
 
 def _records_past(cache: PagedCache) -> bool:

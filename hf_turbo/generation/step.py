@@ -57,10 +57,12 @@ class DecodeSteps:
     Args:
         outputs: of the prompt's forward.
         model_kwargs: what `generate()` handed to the loop, as `_prefill` left it.
+        alone: no code of the caller's runs between the steps.
     """
 
-    def __init__(self, model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, outputs: Any, model_kwargs: dict[str, Any], alone: bool) -> None:
         self._model = model
+        self._alone = alone
         self._cache: PagedCache = model_kwargs[CACHE_NAME]
         self._kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         self._inputs: dict[str, Any] = {}
@@ -75,6 +77,7 @@ class DecodeSteps:
 
     def __exit__(self, *error: object) -> None:
         self._cache.layout.only_ones_follow = False
+        self._cache.model_is_as_it_was = False
 
     def forward(self, tokens: torch.Tensor) -> Any:
         """The model's outputs for these tokens, int64 `[rows]`, contiguous."""
@@ -83,7 +86,9 @@ class DecodeSteps:
             self._advance(column)
         else:
             self._prepare(column)
-        return self._model(**self._inputs)
+        outputs = self._model(**self._inputs)
+        self._cache.model_is_as_it_was = self._alone
+        return outputs
 
     def _prepare(self, column: torch.Tensor) -> None:
         self._inputs = self._model.prepare_inputs_for_generation(column, next_sequence_length=1, **self._kwargs)

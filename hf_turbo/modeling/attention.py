@@ -126,7 +126,7 @@ def attention(
         if dropout or _unusual(kwargs):
             raise StepUnsuited("dropout, or an attention argument that is not known")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_step(layer, query, key, value, scale, softcap, s_aux), None
+        return attend_step(layer, query, key, value, scale, softcap, s_aux), None  # type: ignore[arg-type]
     if DeferredMode.is_active():
         with DeferredMode.set_aside() as mode:
             query, key, value = (mode.tensor(x) for x in (query, key, value))

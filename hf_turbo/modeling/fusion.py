@@ -1,9 +1,8 @@
 """Rules that compute several deferred operations in one kernel: what a decoder's layer is made of.
 
-Projections of the same input become one launch over several weights (no weight is copied), with the norm before them,
-the activation between them or the residual after them folded in, where the kernel is faster than cuBLAS; otherwise the
-norm takes the residual's sum with it and products go to torch. Products of many rows after a gated activation are
-computed piece by piece, so that a long prompt's widest tensor never exists in full.
+Projections of the same input become one launch over several weights (no weight is copied), with the activation between
+them or the residual after them folded in, where the kernel is faster than cuBLAS; otherwise products go to torch, and the
+norm after them takes the residual's sum with it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from .patterns import (
 
 #: Weights that one launch takes.
 _MAX_WEIGHTS = 3
-#: Rows of a long prompt that go through an MLP at a time.
-_PIECE = 4096
 
 
 def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -40,15 +37,20 @@ def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     if product is None:
         return None
     if not _serves(mode, [product]):
-        return _in_pieces(mode, product)
-    siblings = [product_of(other) for other in mode.products_of(product.left) if other is not value]
-    others = [p for p in siblings if p is not None and p.weight.dtype == product.weight.dtype][: _MAX_WEIGHTS - 1]
+        return None
+    others = siblings(mode, product)[: _MAX_WEIGHTS - 1]
     products = [product, *others]
     out = _launch(mode, products)
     parts = out.split([p.weight.shape[0] for p in products], dim=1)
     for other, part in zip(others, parts[1:], strict=True):
         mode.finish(other.value, part)
     return parts[0]
+
+
+def siblings(mode: DeferredMode, product: Product) -> list[Product]:
+    """The other products that wait for the same input."""
+    others = [product_of(value) for value in mode.products_of(product.left) if value is not product.value]
+    return [p for p in others if p is not None and p.weight.dtype == product.weight.dtype]
 
 
 def residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -70,7 +72,7 @@ def gated_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     if found is None:
         return None
     gate, up, kind = found
-    products = _gate_and_up(gate, up)
+    products = gate_and_up(gate, up)
     if products is not None and _serves(mode, products, activation=True):
         return _launch(mode, products, activation=kind).view(value.meta.shape)
     shape = value.meta.shape
@@ -138,14 +140,14 @@ def rotary_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
 
 _ROTARY_ENDS = (aten.add.Tensor, aten.cat.default, aten._to_copy.default)
 
-RULES = (rotary_rule, residual_rule, gated_rule, norm_rule, expert_rule, product_rule)
+STEP_RULES = (rotary_rule, residual_rule, gated_rule, norm_rule, expert_rule, product_rule)
 
 
-def _gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
+def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
     products = [match_product(gate), match_product(up)]
     if None not in products:
         first, second = products
-        same = first.left.shape == second.left.shape and _same_input(first, second)  # type: ignore[union-attr]
+        same = first.left.shape == second.left.shape and _same_input(first, second)  # type: ignore[union-attr, arg-type]
         return [first, second] if same else None  # type: ignore[list-item]
     halves = [match_slice(gate), match_slice(up)]
     if None in halves:
@@ -173,13 +175,9 @@ def _is_alone(mode: DeferredMode, product: Product) -> bool:
 
 
 def _serves(mode: DeferredMode, products: Sequence[Product], activation: bool = False) -> bool:
-    weights = [p.weight for p in products]
     left = products[0].left
-    norm = match_rms_norm(left) is not None
-    rows = left.shape[0]
-    if dispatch.serves_linear(rows, weights, left.dtype, mode.device, norm=norm, activation=activation):
-        return True
-    return norm and dispatch.serves_linear(rows, weights, left.dtype, mode.device, norm=False, activation=activation)
+    weights = [p.weight for p in products]
+    return dispatch.serves_linear(left.shape[0], weights, left.dtype, mode.device, activation=activation)
 
 
 def _takes_residual(mode: DeferredMode, total: Value) -> bool:
@@ -195,49 +193,6 @@ def _launch(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """The kernel over one input, with the norm before it folded in where it takes one."""
-    left = products[0].left
+    x = mode.tensor(products[0].left)
     weights, biases = [p.weight for p in products], [p.bias for p in products]
-    found = match_rms_norm(left)
-    norm = None
-    if found is not None and _norm_is_folded(mode, found[0], left, weights, activation):
-        source, norm = found
-        x = mode.tensor(source).reshape(left.shape)
-    else:
-        x = mode.tensor(left)
-    return dispatch.linear(x, weights, biases, norm=norm, residual=residual, activation=activation)
-
-
-def _norm_is_folded(
-    mode: DeferredMode,
-    source: torch.Tensor,
-    left: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    activation: str | None,
-) -> bool:
-    total = pending(source, aten.add.Tensor)
-    if total is not None and not _takes_residual(mode, total):
-        return False  # the norm's own kernel takes the sum with it
-    return source.shape[-1] == left.shape[-1] and dispatch.serves_linear(
-        left.shape[0], weights, left.dtype, mode.device, norm=True, activation=activation is not None
-    )
-
-
-def _in_pieces(mode: DeferredMode, product: Product) -> torch.Tensor | None:
-    """A product of many rows after a gated activation: rows go through both a piece at a time."""
-    rows = product.left.shape[0]
-    waiting = pending(product.left, aten.mul.Tensor)
-    found = None if waiting is None else match_gated(waiting)
-    parts = None if found is None else _gate_and_up(found[0], found[1])
-    if rows <= _PIECE or parts is None or found is None:
-        return None
-    x = mode.tensor(parts[0].left)
-    out = x.new_empty(rows, product.weight.shape[0])
-    for piece, result in zip(x.split(_PIECE), out.split(_PIECE), strict=True):
-        gate, up = (torch.nn.functional.linear(piece, p.weight, p.bias) for p in parts)
-        hidden = dispatch.gated(gate, up, found[2], out=gate)
-        del up
-        torch.mm(hidden, product.weight.t(), out=result)
-        if product.bias is not None:
-            result += product.bias
-    return out
+    return dispatch.linear(x, weights, biases, residual=residual, activation=activation)

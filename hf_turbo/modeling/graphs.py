@@ -19,7 +19,7 @@ from ..cache.step_cache import StepUnsuited
 from ..compat import CACHE_NAME
 from ..config import TurboConfig
 from ..ops.dispatch import uses_triton
-from .fusion import RULES
+from .fusion import STEP_RULES
 from .model_state import ModelState, is_watched, why_not_captured
 from .step_graph import Forward, StepGraph, StepInputs, bucket_of
 
@@ -65,14 +65,13 @@ class StepGraphs:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def run(self, model: Any, forward: Forward, kwargs: dict[str, Any], trusted: bool = False) -> ModelOutput | None:
+    def run(self, model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOutput | None:
         """One decode step by a graph.
 
         Args:
             model: the patched model.
             forward: its own forward, bound.
             kwargs: the arguments, all by name.
-            trusted: nobody else's code has run since the caller's last step, so the model is as it was.
 
         Returns:
             What the forward would return, or None: this call goes the model's own way.
@@ -88,7 +87,7 @@ class StepGraphs:
         with self._lock, torch.cuda.device(inputs.tensors["input_ids"].device):
             if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
                 return None
-            return self._run(model, forward, cache, inputs, trusted)
+            return self._run(model, forward, cache, inputs)
 
     def drop(self) -> None:
         """Forgets all graphs and gives their memory back."""
@@ -124,7 +123,7 @@ class StepGraphs:
         )
 
     def _run(
-        self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs, trusted: bool
+        self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs
     ) -> ModelOutput | None:
         start = cache.get_seq_length()
         if "position_ids" not in inputs.tensors:
@@ -144,7 +143,7 @@ class StepGraphs:
             graph.load(cache, inputs)
             result = graph.replay(cache, inputs.num_rows)
             self.num_replayed += 1
-            if not trusted and self._state is not None and not self._state.unchanged():
+            if not cache.model_is_as_it_was and self._state is not None and not self._state.unchanged():
                 self.drop()  # that step was of a model that is no more
                 return None
         if result is not None:
@@ -157,12 +156,12 @@ class StepGraphs:
             self._state = ModelState(model)
         reason = why_not_captured(model)
         if reason is not None:
-            return self._refuse(reason)
+            return self._refuse(reason)  # type: ignore[func-returns-value]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
         before = torch.cuda.memory_reserved()
-        rules = RULES if self._owner.config.fused_layers else ()
+        rules = STEP_RULES if self._owner.config.fused_layers else ()
         graph = StepGraph(self._owner.pool, self._owner.sliding_windows, rules, inputs, self._columns(model, cache))
         self._order_streams()
         try:
@@ -170,9 +169,10 @@ class StepGraphs:
             result = graph.result(graph.compute(forward), cache, inputs.num_rows)
             graph.capture(forward, self._pool, self._stream)  # type: ignore[arg-type]
         except StepUnsuited as error:
-            return self._refuse(str(error))
+            return self._refuse(str(error))  # type: ignore[func-returns-value]
         except (RuntimeError, NotImplementedError) as error:
-            return self._refuse(f"capturing the step failed: {error}".splitlines()[0])
+            reason = f"capturing the step failed: {error}".splitlines()[0]
+            return self._refuse(reason)  # type: ignore[func-returns-value]
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         self._graphs[inputs.key] = graph

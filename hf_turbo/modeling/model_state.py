@@ -18,9 +18,10 @@ _SILENT_HOOKS = ("transformers.utils.output_capturing",)
 _CONTAINERS = (dict, list, set)
 #: What `nn.Module` keeps that a forward without gradients does not look at.
 _NOT_IN_FORWARD = frozenset({
-    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_is_full_backward_hook",
-    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_non_persistent_buffers_set",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
 })  # fmt: skip
 
 

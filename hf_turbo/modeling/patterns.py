@@ -190,7 +190,7 @@ def match_slice(x: Any) -> tuple[torch.Tensor, int, int, int] | None:
     args = x.value.args
     if x.value.func is aten.slice.Tensor and args[1] in (-1, args[0].dim() - 1):
         size = args[0].shape[-1]
-        start, end, step = (*args[2:], *(None, None, 1)[len(args) - 2 :])
+        start, end, step = (*args[2:], *(None, None, 1)[len(args) - 2 :])  # type: ignore[misc]  # three together
         return args[0], start or 0, size if end is None else min(end, size), step
     if x.value.func is aten.split.Tensor and args[2:] in ((-1,), (args[0].dim() - 1,)):
         start = (x.output or 0) * args[1]

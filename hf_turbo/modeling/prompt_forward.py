@@ -14,8 +14,8 @@ from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..ops.deferred import DeferredMode
 from ..ops.dispatch import uses_triton
-from .fusion import RULES
 from .model_state import is_watched, why_not_captured
+from .prompt_fusion import PROMPT_RULES, TRANSIENT
 from .step_graph import Forward
 
 #: Tokens from which on it pays.
@@ -32,7 +32,7 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> Any:
         return None
     if is_watched() or why_not_captured(model) is not None:
         return None
-    mode = DeferredMode(RULES, inputs.device)
+    mode = DeferredMode(PROMPT_RULES, inputs.device, transient=TRANSIENT)
     with mode:
         output = forward(**kwargs)
     return tree_map(mode.tensor, output)

@@ -61,7 +61,7 @@ def _sources(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torc
     """What the rotary kernel takes in query's and key's place, and its options."""
     turned = match_rotary(query), match_rotary(key)
     options = dict(_NOTHING_FUSED)
-    if turned[0] is not None and turned[1] is not None and _same_angles(*turned, rows=query.shape[0]):
+    if turned[0] is not None and turned[1] is not None and _same_angles(*turned, query.shape[0]):  # type: ignore[arg-type]
         first = turned[0]
         options |= {"cos": first.cos, "sin": first.sin}
         options |= {name: getattr(first, name) for name in ("rotary_dim", "interleaved", "in_float32")}

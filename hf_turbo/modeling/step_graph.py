@@ -188,7 +188,7 @@ class StepGraph:
             if self._versions[window] != group.blocks.manager.version:
                 for layer in self.cache.layers:
                     if layer.group is group:
-                        group.blocks.cover(layer.store)
+                        group.blocks.cover(layer.store)  # type: ignore[arg-type]  # found when captured
                 self._versions[window] = group.blocks.manager.version
                 if any(_base(store) != (k, v) for store, k, v in self._bases):
                     return False

@@ -36,7 +36,8 @@ DEFERRED = frozenset({
     aten._fused_rms_norm.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.index.Tensor,
 })  # fmt: skip
 
-Rule = Callable[["DeferredMode", "Value"], "torch.Tensor | None"]
+#: Computes a value: its result, or None where the rule has nothing to say.
+Rule = Callable[["DeferredMode", "Value"], "torch.Tensor | tuple[torch.Tensor, None] | None"]
 
 
 class Value:
@@ -75,10 +76,12 @@ class Deferred(torch.Tensor):
         return self.value.meta if self.output is None else self.value.meta[self.output]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs have neither cls nor func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(f"{func} was called on a deferred tensor outside of its forward")
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class DeferredMode(TorchDispatchMode):
@@ -87,19 +90,22 @@ class DeferredMode(TorchDispatchMode):
     Args:
         rules: what knows how to compute a value better than torch; the first that answers counts.
         device: only operations that come out on this device are deferred.
+        transient: operations whose results are made anew for each that asks, and not kept: large, and cheap to make.
     """
 
-    def __init__(self, rules: Sequence[Rule], device: torch.device) -> None:
+    def __init__(self, rules: Sequence[Rule], device: torch.device, transient: frozenset[Any] = frozenset()) -> None:
         super().__init__()
         self.rules = rules
         self.device = device
+        self._transient = transient
+        self._deferred = DEFERRED | transient
         self.num_launched = 0
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
         self._products: dict[Any, list[weakref.ref[Value]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in DEFERRED and self._is_ours(args, kwargs):
+        if func in self._deferred and self._is_ours(args, kwargs):
             return self._defer(func, args, kwargs)
         if func in VIEWS and isinstance(args[0], Deferred):
             if args[0].value.result is None:
@@ -133,6 +139,8 @@ class DeferredMode(TorchDispatchMode):
         if not isinstance(x, Deferred):
             return x
         value = x.value
+        if value.result is None and value.func in self._transient:
+            return self._compute(value)
         if value.result is None:
             self.finish(value, self._view(value) if value.is_view else self._compute(value))
         return value.result if x.output is None else value.result[x.output]
@@ -197,7 +205,12 @@ class DeferredMode(TorchDispatchMode):
         schema = func._schema.arguments
         named = [*zip((a.name for a in schema), args, strict=False), *kwargs.items()]
         written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
-        targets = {_storage(self.tensor(x)) for name, x in named if name in written and isinstance(x, torch.Tensor)}
+        tensors = [x for name, x in named if name in written and isinstance(x, torch.Tensor)]
+        for x in tensors:
+            base = _base(x)
+            if isinstance(base, Deferred) and base.value.func in self._transient:
+                self.finish(base.value, self._compute(base.value))  # from here on it is what is written
+        targets = {_storage(self.tensor(x)) for x in tensors}
         for value in list(self._pending):
             reads = (_storage(x) for x in tree_iter(value.args) if isinstance(x, torch.Tensor))
             if value.result is None and not targets.isdisjoint(reads):
@@ -235,13 +248,19 @@ def identity(x: torch.Tensor) -> Any:
     return x.data_ptr(), layout, x.dtype
 
 
-def _storage(x: torch.Tensor) -> int | None:
-    """Where the numbers of a tensor lie; None if nowhere yet."""
+def _base(x: torch.Tensor) -> torch.Tensor:
+    """What `x` is a view of: a tensor with numbers, or a deferred one that is no view."""
     while isinstance(x, Deferred):
         if x.value.result is not None:
             x = x.value.result if x.output is None else x.value.result[x.output]
         elif x.value.is_view:
             x = x.value.args[0]
         else:
-            return None
-    return x.untyped_storage().data_ptr()
+            break
+    return x
+
+
+def _storage(x: torch.Tensor) -> int | None:
+    """Where the numbers of a tensor lie; None if nowhere yet."""
+    base = _base(x)
+    return None if isinstance(base, Deferred) else base.untyped_storage().data_ptr()

@@ -16,9 +16,11 @@ from .metadata import AttentionMetadata, LayerKV
 from .reference import gather_kv
 
 __all__ = [
+    "argmax",
     "expert_linear",
     "gated",
     "gather_kv",
+    "layer_addresses",
     "linear",
     "paged_attention",
     "rms_norm",
@@ -66,10 +68,23 @@ def paged_attention(
     return module.paged_attention(q, kv, metadata, softmax_scale, logit_softcap, sinks)
 
 
+def layer_addresses(layers: Sequence[LayerKV]) -> Any:
+    """`copy_blocks.LayerAddresses` of layers on a GPU; None where they can't be copied together."""
+    addresses = _kernels("copy_blocks").LayerAddresses
+    return addresses(layers) if addresses.serve(layers) else None
+
+
 def rotary_store_kv(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """Norms of heads, rotary embedding and `store_kv` in one; see `reference_layers.rotary_store_kv`."""
     module = _kernels("rotary") if uses_triton(q.device) else reference_layers
     return module.rotary_store_kv(q, *args, **options)
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """Index of the largest of each row of `[rows, columns]`, the first of equals."""
+    if uses_triton(x.device) and x.stride(-1) == 1 and x.dtype != torch.float64:
+        return _kernels("argmax").argmax(x)
+    return torch.argmax(x, dim=-1)
 
 
 def rotate(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -108,10 +123,9 @@ def serves_linear(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    norm: bool,
     activation: bool,
 ) -> bool:
     """Whether `linear` is the faster way there."""
     if not uses_triton(device):
         return False
-    return _kernels("linear").supports(rows, weights, dtype, device, norm=norm, activation=activation)
+    return _kernels("linear").supports(rows, weights, dtype, device, norm=False, activation=activation)

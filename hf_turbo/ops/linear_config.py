@@ -43,28 +43,42 @@ class LinearConfig:
 def choose_config(
     rows: int, features: int, k: int, gated: bool, norm: bool, dtype: torch.dtype, facts: DeviceFacts
 ) -> LinearConfig:
-    """The table, by rows of x, output features (of the gate alone when gated), columns, dtype and device."""
+    """The table, by rows of x, output features (of the gate alone when gated), columns, dtype and device.
+
+    Measured on an H200 within a chain of a layer's kernels, not alone: what one leaves in flight the next one meets.
+    """
     pdl = facts.capability >= 90
-    if rows <= (MAX_GEMV_ROWS if norm else 4):
-        return replace(_gemv_config(rows, k, gated, dtype), pdl=pdl)
+    if rows <= (MAX_GEMV_ROWS if norm else 2):
+        return replace(_gemv_config(rows, features, k, gated, dtype), pdl=pdl)
     return replace(_dot_config(rows, features, k, gated, dtype, facts), pdl=pdl)
 
 
 def choose_expert_config(k: int, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
     """The table for one row a program with an expert of its own."""
-    return replace(_gemv_config(1, k, False, dtype), pdl=facts.capability >= 90)
+    config = LinearConfig(2, 1024, 4) if k > 1024 else LinearConfig(4, 512, 2)
+    return replace(_for_dtype(config, dtype), pdl=facts.capability >= 90)
 
 
-def _gemv_config(rows: int, k: int, gated: bool, dtype: torch.dtype) -> LinearConfig:
+def _gemv_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtype) -> LinearConfig:
     """Each thread loads 16 bytes of a weight's row a step."""
-    columns_per_warp = 32 * (16 // dtype.itemsize)
-    if k <= 1024:
-        # The whole row in one step.
-        block_k = max(next_power_of_2(k), columns_per_warp)
-        return LinearConfig(block_n=2, block_k=block_k, num_warps=block_k // columns_per_warp)
-    num_warps = 8 if k % (8 * columns_per_warp) == 0 else 4
-    block_n = 2 if rows > 1 and not gated else 1
-    return LinearConfig(block_n=block_n, block_k=num_warps * columns_per_warp, num_warps=num_warps)
+    if k <= 1024 and features > 16384:
+        config = LinearConfig(4, 512, 2)
+    elif k <= 1024:
+        config = LinearConfig(block_n=2 if gated or features > 600 else 4, block_k=1024, num_warps=4)
+    elif k <= 2048:
+        config = LinearConfig(block_n=1, block_k=2048, num_warps=8)
+    elif features > 65536:
+        config = LinearConfig(1, 2048, 4) if rows == 1 else LinearConfig(2, 2048, 8)
+    elif gated or features > 4096:
+        config = LinearConfig(rows, 2048, 8)
+    else:
+        config = LinearConfig(2, 1024, 4) if rows == 1 else LinearConfig(4, 512, 2)
+    return _for_dtype(config, dtype)
+
+
+def _for_dtype(config: LinearConfig, dtype: torch.dtype) -> LinearConfig:
+    """The same number of bytes a thread for wider dtypes."""
+    return replace(config, block_k=config.block_k * 2 // dtype.itemsize)
 
 
 def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
@@ -72,12 +86,18 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
         # Dots on the CUDA cores hold their operands in registers.
         return LinearConfig(block_n=32, block_k=32, num_warps=8, num_stages=2, dot=True)
     block_m = max(16, next_power_of_2(rows))
-    block_n = 32 if gated or ceil_div(features, 64) < facts.num_sms else 64
-    config = LinearConfig(block_n=block_n, block_k=128, num_warps=4, num_stages=4, dot=True, prefetch=256)
-    tiles = ceil_div(features, block_n)
-    if not gated and tiles < facts.num_sms // 2:
-        config = replace(config, split_k=min(8, max(1, facts.num_sms // tiles), ceil_div(k, 4 * config.block_k)))
-    tile_rows = block_m + block_n * (2 if gated else 1)
+    if k < 2048 and features <= 8192:
+        config = LinearConfig(16, 64 if gated else 128, 2 if gated else 4, 5 if gated else 4)
+    elif gated:
+        config = LinearConfig(64, 128, 8, 4) if rows > 8 else LinearConfig(64, 128, 4, 3)
+    elif features > 65536:
+        config = LinearConfig(64, 128, 4, 4) if rows <= 32 else LinearConfig(128, 64, 4, 4)
+    elif rows > 16:
+        config = LinearConfig(64, 128, 4, 5, split_k=1 if features > 4096 else 2)
+    else:
+        config = LinearConfig(64, 128, 4, 4, split_k=4)
+    config = replace(config, dot=True, prefetch=256)
+    tile_rows = block_m + config.block_n * (2 if gated else 1)
 
     def shared_memory() -> int:
         return config.num_stages * tile_rows * config.block_k * dtype.itemsize
@@ -90,5 +110,8 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
 def is_faster(
     rows: int, features: int, k: int, gated: bool, norm: bool, dtype: torch.dtype, facts: DeviceFacts
 ) -> bool:
-    """Whether the table's kernel beat cuBLAS where both were measured (an H200); elsewhere the answer is no."""
-    return facts.capability == 90 and dtype.itemsize == 2 and rows <= 4
+    """Whether the table's kernel beat cuBLAS where both were measured (an H200); elsewhere the answer is no.
+
+    With what comes before and after it: a norm's kernel of its own, and folded-in activations and residuals.
+    """
+    return facts.capability == 90 and dtype.itemsize == 2 and not norm

@@ -115,6 +115,17 @@ def normalized_columns(
     return x
 
 
+@triton.jit
+def prefetch(rows_ptr, first_column, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Asks the L2 cache for COLUMNS columns of rows given as a [., 1] tensor of pointers."""
+    LINE: tl.constexpr = 128 * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, COLUMNS // LINE)[None, :] * LINE
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [rows_ptr + tl.minimum(first_column + line, K - 1)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )
+
+
 # Nothing is gained by compiling for sizes that only bound rows.
 @triton.jit(do_not_specialize=["n_0", "n_1", "n_2", "bias_n_0", "bias_n_1", "bias_n_2"])
 def gemv_kernel(
@@ -184,17 +195,6 @@ def gemv_kernel(
     finish(
         tl.sum(acc, 2), tl.sum(up_acc, 2) if GATED else 0.0, bias, up_bias, residual,
         out_ptr + column + m_out * stride_out + n_out, mask, HAS_RESIDUAL, ACTIVATION,
-    )
-
-
-@triton.jit
-def prefetch(rows_ptr, first_column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Asks the L2 cache for COLUMNS columns of rows given as a [., 1] tensor of pointers."""
-    LINE: tl.constexpr = 128 * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, COLUMNS // LINE)[None, :] * LINE
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [rows_ptr + tl.minimum(first_column + line, K - 1)],
-        dtype=tl.int32, is_pure=False, pack=1,
     )
 
 

@@ -181,7 +181,6 @@ def _paged_attention_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
     split = tl.program_id(0) % num_splits
@@ -205,6 +204,9 @@ def _paged_attention_kernel(
     offs_k = tl.arange(0, _padded(K_DIM))
     offs_v = tl.arange(0, _padded(V_DIM))
     q_mask = row_mask[:, None] & (offs_k < K_DIM)[None, :]
+    if PDL:
+        # The geometry was written before the keys were; they, and q, may have been just now.
+        gdc_wait()
     q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_k[None, :]
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
 
@@ -270,10 +272,11 @@ def _paged_attention_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_splits_kernel(
-    partial_ptr, lse_ptr, out_ptr, num_splits, stride_ot, stride_oh,
-    V_DIM: tl.constexpr, SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, seq_lens_ptr, num_splits, stride_ot, stride_oh,
+    V_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ONE_QUERY_EACH: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: one query token and head; the splits' outputs weighted by the exponential of their lse."""
     token = tl.program_id(0).to(tl.int64)
@@ -284,19 +287,26 @@ def _merge_splits_kernel(
     lse_max = float("-inf")
     weight_sum = 0.0
     acc = tl.zeros([_padded(V_DIM)], tl.float32)
+    num_live = num_splits
+    if ONE_QUERY_EACH:
+        # The splits of a short sequence that have tiles at all, counted as the attention kernel shares them out.
+        seq_len = tl.load(seq_lens_ptr + token)
+        first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
+        num_tiles = tl.cdiv(seq_len, TILE) - first_tile
+        num_live = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1)), 1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for start in range(0, num_splits, SPLIT_BLOCK):
+    for start in range(0, num_live, SPLIT_BLOCK):
         split = start + tl.arange(0, SPLIT_BLOCK)
-        lse = tl.load(lse_ptr + first_row + split, mask=split < num_splits, other=float("-inf"))
+        lse = tl.load(lse_ptr + first_row + split, mask=split < num_live, other=float("-inf"))
         new_max = tl.maximum(lse_max, tl.max(lse, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(lse - shift)
         rescale = tl.exp2(lse_max - shift)
         partial_ptrs = partial_ptr + (first_row + split)[:, None] * V_DIM + offs_v[None, :]
         # An empty split wrote no output. Read it anyway, so that this load need not wait for the other.
-        partial = tl.load(partial_ptrs, mask=(split < num_splits)[:, None] & v_mask[None, :], other=0.0)
+        partial = tl.load(partial_ptrs, mask=(split < num_live)[:, None] & v_mask[None, :], other=0.0)
         partial = tl.where((weight > 0)[:, None], partial, 0.0)
         acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
         weight_sum = weight_sum * rescale + tl.sum(weight, 0)
@@ -410,9 +420,13 @@ def paged_attention(
         )
         if num_splits > 1:
             split_block = min(32, next_power_of_2(num_splits))
+            one_query_each = metadata.max_seqlen_q == 1 and total_q == num_seqs
+            merge_constants = (
+                v_dim, metadata.sliding_window or 0, config.tile, one_query_each, split_block, config.pdl,
+            )
             _launch_merge(
-                (specialised, v_dim, split_block, config.pdl), (total_q, num_heads, 1),
-                partial, lse, out, num_splits, out.stride(0), out.stride(1), v_dim, split_block, config.pdl,
+                (specialised, merge_constants), (total_q, num_heads, 1),
+                partial, lse, out, metadata.seq_lens, num_splits, out.stride(0), out.stride(1), *merge_constants,
                 num_warps=4, launch_pdl=config.pdl, enable_fp_fusion=True,
             )
     # fmt: on

@@ -86,20 +86,20 @@ def test_beams_share_the_prompt(capsys, monkeypatch):
     # per beam: block -> who wrote to it last
     beams = [dict.fromkeys(range(blocks_for(1000)), "prompt") for _ in range(4)]
     seen = []
-    reorder = PagedCache.reorder_cache
+    select = PagedCache.select_rows
 
-    def reorder_and_look(cache, beam_idx):
+    def select_and_look(cache, rows):
         length = cache.get_seq_length()
         for beam, blocks in enumerate(beams):
             if length > 1000:
                 blocks[(length - 1) // 16] = (length, beam)
-        reorder(cache, beam_idx)
-        beams[:] = [dict(beams[i]) for i in beam_idx.tolist()]
+        select(cache, rows)
+        beams[:] = [dict(beams[i]) for i in rows]
         expected = len({item for blocks in beams for item in blocks.items()})
         assert used_blocks(model) == expected, f"at {length} tokens"
         seen.append(expected)
 
-    monkeypatch.setattr(PagedCache, "reorder_cache", reorder_and_look)
+    monkeypatch.setattr(PagedCache, "select_rows", select_and_look)
     with accelerated(model):
         sequences = generate(model, prompt(1, 1000), 32, num_beams=4).sequences
     assert torch.equal(sequences, generate(stock, prompt(1, 1000), 32, num_beams=4).sequences)

@@ -1,0 +1,95 @@
+"""Rules for the products of a long prompt: cuBLAS computes them; what is between them is kept small.
+
+The widest tensors of a prompt exist a piece at a time: rows go through norm, gate, up and down projection together.
+A norm's result is made for the products that read it and let go; a residual is added by the product after it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..ops import dispatch
+from ..ops.deferred import DeferredMode, Value, aten
+from ..ops.norm_spec import RMSNorm
+from .fusion import STEP_RULES, gate_and_up, siblings
+from .patterns import Product, match_gated, match_product, match_rms_norm, match_sum, pending, product_of
+
+#: Rows from which on these rules apply.
+_MANY = 2048
+#: Rows that go through an MLP at a time.
+_PIECE = 4096
+
+
+def many_rows_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """A product of many rows, and what else waits for the same norm."""
+    if value.func not in (aten.mm.default, aten.addmm.default) or value.meta.shape[0] < _MANY:
+        return None
+    product = product_of(value)
+    if product is None:
+        return None
+    if _gated_input(product) is not None:
+        return _through_mlp(mode, product, None)
+    found = _norm_of(product)
+    if found is None:
+        return None
+    x = dispatch.rms_norm(mode.tensor(found[0]).reshape(product.left.shape), found[1])
+    for other in siblings(mode, product):
+        mode.finish(other.value, F.linear(x, other.weight, other.bias))
+    return F.linear(x, product.weight, product.bias)
+
+
+def many_rows_residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """`residual + product` of many rows."""
+    terms = match_sum(value)
+    if terms is None:
+        return None
+    for residual, x in (terms, terms[::-1]):
+        product = match_product(x)
+        if product is None or product.left.shape[0] < _MANY or product.bias is not None or siblings(mode, product):
+            continue
+        rows = mode.tensor(residual).reshape(product.value.meta.shape)
+        if _gated_input(product) is not None:
+            return _through_mlp(mode, product, rows).view(value.meta.shape)
+        return torch.addmm(rows, mode.tensor(product.left), product.weight.t()).view(value.meta.shape)
+    return None
+
+
+#: A model's code holds the embeddings to its end; they are read in the first layer only.
+TRANSIENT = frozenset({aten.embedding.default})
+PROMPT_RULES = (many_rows_residual_rule, many_rows_rule, *STEP_RULES)
+
+
+def _gated_input(product: Product) -> tuple[list[Product], str] | None:
+    """Gate and up projection, and the activation's name, where a product reads `act(gate) * up`."""
+    waiting = pending(product.left, aten.mul.Tensor)
+    found = None if waiting is None else match_gated(waiting)
+    parts = None if found is None else gate_and_up(found[0], found[1])
+    return None if parts is None or found is None else (parts, found[2])
+
+
+def _norm_of(product: Product) -> tuple[torch.Tensor, RMSNorm] | None:
+    """The norm that a product reads, if it is over the product's own columns."""
+    found = match_rms_norm(product.left)
+    return found if found is not None and found[0].shape[-1] == product.left.shape[-1] else None
+
+
+def _through_mlp(mode: DeferredMode, product: Product, residual: torch.Tensor | None) -> torch.Tensor:
+    """`act(gate) * up` and the product after it, and the norm before it, a piece at a time."""
+    parts, kind = _gated_input(product)  # type: ignore[misc]  # the caller has looked
+    norm = _norm_of(parts[0])
+    source = mode.tensor(parts[0].left if norm is None else norm[0]).reshape(parts[0].left.shape)
+    shape = (len(source), len(product.weight))
+    out = source.new_empty(shape) if residual is None else residual.clone()
+    for piece, result in zip(source.split(_PIECE), out.split(_PIECE), strict=True):
+        x = piece if norm is None else dispatch.rms_norm(piece, norm[1])
+        gate, up = (F.linear(x, p.weight, p.bias) for p in parts)
+        hidden = dispatch.gated(gate, up, kind, out=gate)
+        del x, up
+        if residual is not None:
+            result.addmm_(hidden, product.weight.t())
+        elif product.bias is None:
+            torch.mm(hidden, product.weight.t(), out=result)
+        else:
+            torch.addmm(product.bias, hidden, product.weight.t(), out=result)
+    return out

@@ -1,0 +1,67 @@
+"""Long prompts computed through the deferred mode, on a CPU: every rule that a GPU would use, on 11 tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transformers
+
+import hf_turbo
+from hf_turbo.compat import CACHE_NAME
+from hf_turbo.modeling import prompt_fusion
+from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
+from hf_turbo.ops.deferred import DeferredMode
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _short_prompts_are_long(monkeypatch):
+    monkeypatch.setattr(prompt_fusion, "_MANY", 2)
+    monkeypatch.setattr(prompt_fusion, "_PIECE", 8)
+
+
+def left_padded():
+    prompt = torch.randint(3, 60, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    return prompt, mask, mask.cumsum(1).sub(1).clamp(min=0)
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if in_this_transformers(name)])
+def test_a_prompt_equals_the_models_own(name):
+    """Its logits, and those of a step after it: what was cached is right, too."""
+    model = build(name)
+    if expectation(model, name) != ACCELERATED:
+        pytest.skip("steps aside")
+    prompt, mask, positions = left_padded()
+    token = torch.full((3, 1), 7)
+    grown = torch.nn.functional.pad(mask, (0, 1), value=1)
+    with torch.no_grad():
+        expected = model(prompt, attention_mask=mask, position_ids=positions, use_cache=True)
+        step = {"attention_mask": grown, "position_ids": positions[:, -1:] + 1}
+        expected_step = model(token, **step, **{CACHE_NAME: expected[CACHE_NAME]})
+        hf_turbo.patch(model, block_size=4)
+        cache = hf_turbo.paged_cache(model)
+        mode = DeferredMode(PROMPT_RULES, CPU, TRANSIENT)
+        with mode:
+            output = model(prompt, attention_mask=mask, position_ids=positions, **{CACHE_NAME: cache})
+        logits = mode.tensor(output.logits)
+        real = mask.bool()
+        torch.testing.assert_close(logits[real], expected.logits[real], rtol=1e-4, atol=1e-4)
+        step_logits = model(token, **step, **{CACHE_NAME: cache}).logits
+        torch.testing.assert_close(step_logits, expected_step.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_llama_comes_to():
+    """Nothing of a layer but its attention is left to single operations of torch."""
+    model = build("llama")
+    prompt, _, _ = left_padded()
+    hf_turbo.patch(model, block_size=4)
+    mode = DeferredMode(PROMPT_RULES, CPU, TRANSIENT)
+    plain = DeferredMode((), CPU)
+    for each in (mode, plain):
+        with torch.no_grad(), each:
+            output = model(prompt, **{CACHE_NAME: hf_turbo.paged_cache(model)}, logits_to_keep=1)
+            each.tensor(output.logits)
+    assert mode.num_launched <= 8 < plain.num_launched // 8
