@@ -64,6 +64,7 @@ def unpatch(model: Model) -> Model:
     target = _target(model)
     if is_patched(target):
         handle: PatchHandle = target.__dict__.pop(_HANDLE)
+        handle.steps.drop()
         target.__class__ = original_class(target)
         for module, name, value in reversed(handle.undo):
             setattr(module, name, value)
@@ -86,8 +87,10 @@ def patched(model: Model, config: TurboConfig | None = None, **options: Any) -> 
 
 
 def release(model: nn.Module) -> None:
-    """Gives back the memory of a patched model's cache blocks that nothing holds."""
-    handle_of(model).pool.release()
+    """Gives back the memory of a patched model's cache blocks that nothing holds, and of its captured steps."""
+    handle = handle_of(model)
+    handle.steps.drop()
+    handle.pool.release()
 
 
 def paged_cache(model: nn.Module) -> PagedCache:

@@ -26,6 +26,8 @@ class Report:
         tokens_stored, tokens_shared: tokens that went through the cache so far: those that were written, and those of
             a prompt's copies, whose keys and values were there already.
         caches: how many caches were made.
+        graphs, graph_bytes: captured decode steps, and the device memory they took.
+        steps_captured, steps_replayed: how many steps were captured and replayed so far.
     """
 
     accelerated: dict[str, str]
@@ -42,6 +44,10 @@ class Report:
     tokens_stored: int
     tokens_shared: int
     caches: int
+    graphs: int
+    graph_bytes: int
+    steps_captured: int
+    steps_replayed: int
 
     def __str__(self) -> str:
         lines = [f"{kind}: {how}" for kind, how in self.accelerated.items()]
@@ -52,6 +58,11 @@ class Report:
             f"KV bytes: {self.kv_bytes:,} in use, {self.peak_kv_bytes:,} at most, {self.pool_bytes:,} in the pool",
             f"tokens: {self.tokens_stored:,} stored, {self.tokens_shared:,} shared; caches made: {self.caches:,}",
         ]
+        if self.steps_captured:
+            lines.append(
+                f"decode steps: {self.steps_captured:,} captured, {self.steps_replayed:,} replayed; "
+                f"{self.graphs} graphs held, {self.graph_bytes:,} bytes"
+            )
         return "\n".join(lines)
 
 
@@ -85,6 +96,10 @@ def report(model: nn.Module) -> Report:
         tokens_stored=max((g.stored_tokens for g in groups), default=0),
         tokens_shared=max((g.shared_tokens for g in groups), default=0),
         caches=handle.num_caches,
+        graphs=handle.steps.num_graphs,
+        graph_bytes=handle.steps.num_bytes,
+        steps_captured=handle.steps.num_captured,
+        steps_replayed=handle.steps.num_replayed,
     )
 
 

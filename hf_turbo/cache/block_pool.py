@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -180,14 +181,15 @@ class BlockGroup:
 
     def copy_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks in these layers, `(from, to)`; none is both."""
-        layers = [self.cover(store) for store in stores]  # new segments get their tensors
-        if layers and uses_triton(stores[0].device):
-            key = (tuple(map(id, layers)), self.manager.version)
+        if stores and uses_triton(stores[0].device):
+            key = (tuple(map(weakref.ref, stores)), self.manager.version)
             if self._addresses is None or self._addresses[0] != key:
-                self._addresses = (key, layer_addresses(layers))
+                self._addresses = (key, layer_addresses([self.cover(store) for store in stores]))
             if self._addresses[1] is not None:
                 self._addresses[1].copy(pairs)
                 return
+        for store in stores:
+            self.cover(store)  # new segments get their tensors
         at_once = BlockCopies(pairs)
         for store in stores:
             store.copy(at_once)

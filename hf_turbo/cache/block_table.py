@@ -114,13 +114,11 @@ class BlockTable:
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` what row `indices[i]` is; blocks are shared, not copied."""
         rows = [list(self.rows[i]) for i in indices]
-        kept = {i: row for i, row in enumerate(rows) if i < len(self.rows) and indices[i] == i}
-        for i, row in enumerate(rows):
-            if i not in kept:
-                self.group.retain(row)
+        shared = [self._num_shared(i, indices[i]) if i < len(self.rows) else 0 for i in range(len(rows))]
+        for row, same in zip(rows, shared, strict=True):
+            self.group.retain(row[same:])
         for i, row in enumerate(self.rows):
-            if i not in kept:
-                self.group.release(row)
+            self.group.release(row[shared[i] if i < len(rows) else 0 :])
         self.rows, self.first = rows, [self.first[i] for i in indices]
         self._version += 1
         if self._mirror is not None and self._mirror.numel() <= _SMALL:
@@ -128,6 +126,18 @@ class BlockTable:
         self._flush()
         if self._mirror is not None:
             self._mirror = self._mirror.index_select(0, torch.tensor(indices, device=self._mirror.device))
+
+    def _num_shared(self, a: int, b: int) -> int:
+        """How many of its first blocks row `a` has in common with row `b`.
+
+        Rows share prefixes only: where they hold the same block, they hold the same blocks before it.
+        """
+        if a == b or self.first[a] != self.first[b]:
+            return len(self.rows[a]) if a == b else 0
+        length = min(len(self.rows[a]), len(self.rows[b]))
+        while length and self.rows[a][length - 1] != self.rows[b][length - 1]:
+            length -= 1
+        return length if self.rows[a][:length] == self.rows[b][:length] else 0
 
     def copy(self) -> BlockTable:
         """Another owner of the same blocks."""

@@ -56,7 +56,6 @@ class StepGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self.num_captured = self.num_replayed = self.num_dropped = 0
-        self.num_bytes = 0
 
     def __reduce__(self) -> tuple[type[StepGraphs], tuple[Owner]]:
         return StepGraphs, (self._owner,)  # a copy of the model captures its own
@@ -64,6 +63,11 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the captures took."""
+        return sum(graph.num_bytes for graph in list(self._graphs.values()))
 
     def run(self, model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOutput | None:
         """One decode step by a graph.
@@ -95,7 +99,6 @@ class StepGraphs:
             self.num_dropped += len(self._graphs)
             self._graphs.clear()
             self._state = self._refusal = self._pool = None
-            self.num_bytes = 0
 
     def _wants(self, cache: PagedCache) -> bool:
         return (
@@ -177,7 +180,7 @@ class StepGraphs:
             self._graphs.popitem(last=False)
         self._graphs[inputs.key] = graph
         self.num_captured += 1
-        self.num_bytes += max(torch.cuda.memory_reserved() - before, 0)
+        graph.num_bytes = max(torch.cuda.memory_reserved() - before, 0)
         return result
 
     def _refuse(self, reason: str) -> None:

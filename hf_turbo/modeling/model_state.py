@@ -79,7 +79,16 @@ def why_not_captured(model: nn.Module) -> str | None:
             return f"the forward of {name or 'the model'} was replaced"
         if module.training:
             return "the model is in training mode"
+        if _reads_positions(module):
+            return "its rotary embedding chooses frequencies by the positions, on the host"
     return None
+
+
+def _reads_positions(module: nn.Module) -> bool:
+    """Whether a module is one of Transformers' rotary embeddings that look at how long the text is."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

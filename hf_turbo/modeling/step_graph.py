@@ -121,6 +121,7 @@ class StepGraph:
         self.cache = StepCache(self.groups, sliding_windows)
         self.rules = rules
         self.output: ModelOutput | None = None
+        self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables_of: dict[int | None, tuple[int, int]] = {}
         self._bases: list[tuple[Any, int, int]] = []

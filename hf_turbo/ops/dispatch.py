@@ -128,4 +128,4 @@ def serves_linear(
     """Whether `linear` is the faster way there."""
     if not uses_triton(device):
         return False
-    return _kernels("linear").supports(rows, weights, dtype, device, norm=False, activation=activation)
+    return _kernels("linear").supports(rows, weights, dtype, device, activation=activation)

@@ -1,8 +1,8 @@
 """Linears of a few rows, as decode steps have (Triton): bound by reading the weights, once, at full speed.
 
-One launch serves several weights with the same input (q/k/v; gate and up), which stay separate tensors. A norm
-before, a bias, an activation between gate and up, and a residual after are folded in: each would be a launch of its
-own, and at batch 1 a launch costs as much as a small linear.
+One launch serves several weights with the same input (q/k/v; gate and up), which stay separate tensors. A bias, an
+activation between gate and up, and a residual after are folded in: each would be a launch of its own, and at batch 1 a
+launch costs as much as a small linear. A norm before is not: every program would repeat it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
 from .launch import Launcher
-from .linear_config import MAX_GEMV_ROWS, MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
+from .linear_config import MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
 from .linear_kernels import add_splits_kernel, dot_kernel, expert_kernel, gemv_kernel
-from .norm_spec import RMSNorm
 
 #: Outputs a program of the kernel that adds the splits.
 MERGE_BLOCK = 256
@@ -71,18 +70,6 @@ def _check(
             )
 
 
-def _check_norm(norm: RMSNorm, x: torch.Tensor, config: LinearConfig) -> None:
-    k = x.shape[1]
-    weight = norm.weight
-    if config.dot:
-        raise ValueError(f"a norm is folded in for few rows only, got {len(x)}: normalize x before, or ask supports()")
-    if weight is None:
-        return
-    dtypes = {x.dtype} if norm.round_first else {x.dtype, torch.float32}
-    if weight.shape != (k,) or weight.dtype not in dtypes or weight.stride(0) != 1:
-        raise ValueError(f"the norm's weight must be [{k}], {x.dtype}, got {list(weight.shape)}, {weight.dtype}")
-
-
 class _Operands:
     """The kernels' arguments, by kind and in their order, and what they are compiled for.
 
@@ -94,7 +81,6 @@ class _Operands:
         x: torch.Tensor,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
-        norm: RMSNorm | None,
         residual: torch.Tensor | None,
         activation: str | None,
         out: torch.Tensor,
@@ -103,12 +89,11 @@ class _Operands:
         rows, k = x.shape
         missing = 3 - len(weights)
         sizes = [len(weight) for weight in weights]
-        self.x, self.out, self.norm, self.config = x, out, norm, config
+        self.x, self.out, self.config = x, out, config
         self.rows, self.k = rows, k
         self.weights = (*weights, *[x] * missing)
         self.biases = (*(x if bias is None else bias for bias in biases), *[x] * missing)
         self.residual = x if residual is None else residual
-        self.norm_weight = x if norm is None or norm.weight is None else norm.weight
         self.sizes = (*sizes, *[0] * missing)
         # The rows of each weight, and how many of them have a bias.
         self.bounds = (*self.sizes, *(0 if bias is None else len(bias) for bias in biases), *[0] * missing)
@@ -117,27 +102,22 @@ class _Operands:
         self.strides = (x_stride, weights[0].stride(0), *self.io_strides)
         self.epilogue = (len(sizes), any(self.bounds[3:]), residual is not None, activation)
         self.output_sizes = sizes[:1] if activation is not None else sizes
-        tensors = (x, *self.weights, *self.biases, self.norm_weight, self.residual, out)
+        tensors = (x, *self.weights, *self.biases, self.residual, out)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        self.key = (x.device, x.dtype, self.norm_weight.dtype, self.strides, aligned, config)
+        self.key = (x.device, x.dtype, self.strides, aligned, config)
 
     def tiles(self, block_n: int) -> int:
         return sum(ceil_div(size, block_n) for size in self.output_sizes)
 
 
 def _run_gemv(o: _Operands) -> None:
-    norm_kind, eps = None, 0.0
-    if o.norm is not None:
-        norm_kind = "plus_one" if o.norm.plus_one else "round_first" if o.norm.round_first else "round_last"
-        eps = float(o.norm.eps)
     config = o.config
     constants = (
-        o.rows, next_power_of_2(o.rows), o.k, *o.epilogue, norm_kind, o.norm is not None and o.norm.weight is not None,
-        config.block_n, config.block_k, config.pdl,
+        o.rows, next_power_of_2(o.rows), o.k, *o.epilogue, config.block_n, config.block_k, config.pdl,
     )  # fmt: skip
     _launch_gemv(
         (o.key, constants), (o.tiles(config.block_n), 1, 1),
-        o.x, *o.weights, *o.biases, o.norm_weight, o.residual, o.out, *o.bounds, eps, *o.strides, *constants,
+        o.x, *o.weights, *o.biases, o.residual, o.out, *o.bounds, *o.strides, *constants,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -170,7 +150,6 @@ def linear(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None] | None = None,
     *,
-    norm: RMSNorm | None = None,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out: torch.Tensor | None = None,
@@ -185,7 +164,6 @@ def linear(
         x: `[M, K]`, 1 to 64 rows, fp32, fp16 or bf16, the last stride 1.
         weights: one to three `[N_i, K]` in x's dtype, the last stride 1, all with the same row stride.
         biases: None, or for each weight None or `[N_i]` in x's dtype.
-        norm: x is normalized first (up to 4 rows, or what `supports` says).
         residual: `[M, N]`, added to the rounded result; with one weight and no activation. It may be `out`.
         activation: None, or "silu", "gelu" or "gelu_tanh": the two weights are gate and up, of one size, and the
             result is `act(gate) * up`.
@@ -196,7 +174,7 @@ def linear(
         `[M, N]` in x's dtype, N the sum of the N_i: the outputs side by side; with an activation N is N_0.
 
     Raises:
-        ValueError: for other shapes, dtypes or strides, or a norm with more rows.
+        ValueError: for other shapes, dtypes or strides.
     """
     if x.ndim != 2:
         raise ValueError(f"x must be [M, K], got {list(x.shape)}")
@@ -209,32 +187,27 @@ def linear(
     _check(x, weights, biases, residual, activation, out)
     if config is None:
         features = sizes[0] if gated else sum(sizes)
-        config = choose_config(rows, features, k, gated, norm is not None, x.dtype, device_facts(x.device))
-    if norm is not None:
-        _check_norm(norm, x, config)
-
-    operands = _Operands(x, weights, biases, norm, residual, activation, out, config)
+        config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device))
+    operands = _Operands(x, weights, biases, residual, activation, out, config)
     with torch.cuda.device_of(x):
         (_run_dot if config.dot else _run_gemv)(operands)
     return out
 
 
 def supports(
-    x_rows: int, weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, *,
-    norm: bool, activation: bool,
-) -> bool:  # fmt: skip
+    x_rows: int, weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, *, activation: bool
+) -> bool:
     """Whether `linear` is the faster way for this shape, by a static table of what was measured.
 
     No for a device, dtype or number of rows that nobody measured; then use `torch.nn.functional.linear`.
     """
-    if device.type != "cuda" or not 1 <= x_rows <= MAX_ROWS or (norm and x_rows > MAX_GEMV_ROWS):
+    if device.type != "cuda" or not 1 <= x_rows <= MAX_ROWS:
         return False
     if not 1 <= len(weights) <= 3 or any(weight.dtype != dtype or weight.stride(1) != 1 for weight in weights):
         return False
     if len({weight.stride(0) for weight in weights}) > 1 or (activation and len({len(w) for w in weights}) > 1):
         return False
-    features = len(weights[0]) if activation else sum(len(weight) for weight in weights)
-    return is_faster(x_rows, features, weights[0].shape[1], activation, norm, dtype, device_facts(device))
+    return is_faster(dtype, device_facts(device))
 
 
 def expert_linear(

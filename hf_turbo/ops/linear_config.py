@@ -7,12 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from .attention_config import DeviceFacts, ceil_div, next_power_of_2
+from .attention_config import DeviceFacts, next_power_of_2
 
 #: The most rows of x that the kernels take.
 MAX_ROWS = 64
-#: The most rows that the kernel on the CUDA cores takes, and the only one that folds a norm in.
-MAX_GEMV_ROWS = 8
+#: The most rows that are multiplied on the CUDA cores.
+MAX_GEMV_ROWS = 2
+
+_MEASURED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class LinearConfig:
         block_n: rows of a weight (output features) a program.
         block_k: columns a step; a power of two, like `block_n`.
         num_warps, num_stages: Triton's; a GEMV has no stages.
-        dot: multiply on the tensor cores; otherwise on the CUDA cores, which takes up to `MAX_GEMV_ROWS` rows.
+        dot: multiply on the tensor cores; otherwise on the CUDA cores.
         split_k: programs that share the columns of one tile; a second kernel adds their sums in order (dot only).
         prefetch: columns whose weights a program asks the L2 cache for before it waits for x (dot with pdl only).
         pdl: start while the kernel before is still running (compute capability 9.0 and above).
@@ -41,43 +43,49 @@ class LinearConfig:
 
 @lru_cache(maxsize=4096)
 def choose_config(
-    rows: int, features: int, k: int, gated: bool, norm: bool, dtype: torch.dtype, facts: DeviceFacts
+    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts
 ) -> LinearConfig:
     """The table, by rows of x, output features (of the gate alone when gated), columns, dtype and device.
 
     Measured on an H200 within a chain of a layer's kernels, not alone: what one leaves in flight the next one meets.
     """
     pdl = facts.capability >= 90
-    if rows <= (MAX_GEMV_ROWS if norm else 2):
-        return replace(_gemv_config(rows, features, k, gated, dtype), pdl=pdl)
-    return replace(_dot_config(rows, features, k, gated, dtype, facts), pdl=pdl)
+    if rows <= MAX_GEMV_ROWS:
+        config = _gemv_config(rows, features, k, gated, dtype)
+    else:
+        config = _dot_config(rows, features, k, gated, dtype, facts)
+    return replace(config, pdl=pdl)
 
 
 def choose_expert_config(k: int, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
     """The table for one row a program with an expert of its own."""
-    config = LinearConfig(2, 1024, 4) if k > 1024 else LinearConfig(4, 512, 2)
+    if k > 1024:
+        config = LinearConfig(block_n=2, block_k=1024, num_warps=4)
+    else:
+        config = LinearConfig(block_n=4, block_k=512, num_warps=2)
     return replace(_for_dtype(config, dtype), pdl=facts.capability >= 90)
 
 
 def _gemv_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtype) -> LinearConfig:
-    """Each thread loads 16 bytes of a weight's row a step."""
     if k <= 1024 and features > 16384:
-        config = LinearConfig(4, 512, 2)
+        config = LinearConfig(block_n=4, block_k=512, num_warps=2)
     elif k <= 1024:
         config = LinearConfig(block_n=2 if gated or features > 600 else 4, block_k=1024, num_warps=4)
     elif k <= 2048:
         config = LinearConfig(block_n=1, block_k=2048, num_warps=8)
     elif features > 65536:
-        config = LinearConfig(1, 2048, 4) if rows == 1 else LinearConfig(2, 2048, 8)
+        config = LinearConfig(block_n=rows, block_k=2048, num_warps=4 * rows)
     elif gated or features > 4096:
-        config = LinearConfig(rows, 2048, 8)
+        config = LinearConfig(block_n=rows, block_k=2048, num_warps=8)
+    elif rows == 1:
+        config = LinearConfig(block_n=2, block_k=1024, num_warps=4)
     else:
-        config = LinearConfig(2, 1024, 4) if rows == 1 else LinearConfig(4, 512, 2)
+        config = LinearConfig(block_n=4, block_k=512, num_warps=2)
     return _for_dtype(config, dtype)
 
 
 def _for_dtype(config: LinearConfig, dtype: torch.dtype) -> LinearConfig:
-    """The same number of bytes a thread for wider dtypes."""
+    """The table is of two-byte dtypes; wider ones load the same number of bytes a thread and step."""
     return replace(config, block_k=config.block_k * 2 // dtype.itemsize)
 
 
@@ -85,33 +93,39 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
     if dtype == torch.float32:
         # Dots on the CUDA cores hold their operands in registers.
         return LinearConfig(block_n=32, block_k=32, num_warps=8, num_stages=2, dot=True)
-    block_m = max(16, next_power_of_2(rows))
     if k < 2048 and features <= 8192:
-        config = LinearConfig(16, 64 if gated else 128, 2 if gated else 4, 5 if gated else 4)
+        if gated:
+            config = LinearConfig(block_n=16, block_k=64, num_warps=2, num_stages=5)
+        else:
+            config = LinearConfig(block_n=16, block_k=128, num_warps=4, num_stages=4)
     elif gated:
-        config = LinearConfig(64, 128, 8, 4) if rows > 8 else LinearConfig(64, 128, 4, 3)
+        if rows <= 8:
+            config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=3)
+        else:
+            config = LinearConfig(block_n=64, block_k=128, num_warps=8, num_stages=4)
     elif features > 65536:
-        config = LinearConfig(64, 128, 4, 4) if rows <= 32 else LinearConfig(128, 64, 4, 4)
+        if rows <= 32:
+            config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)
+        else:
+            config = LinearConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
     elif rows > 16:
-        config = LinearConfig(64, 128, 4, 5, split_k=1 if features > 4096 else 2)
+        split_k = 1 if features > 4096 else 2
+        config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=5, split_k=split_k)
     else:
-        config = LinearConfig(64, 128, 4, 4, split_k=4)
-    config = replace(config, dot=True, prefetch=256)
-    tile_rows = block_m + config.block_n * (2 if gated else 1)
-
-    def shared_memory() -> int:
-        return config.num_stages * tile_rows * config.block_k * dtype.itemsize
-
-    while shared_memory() > facts.shared_memory and config.num_stages > 2:
-        config = replace(config, num_stages=config.num_stages - 1)
-    return config
+        config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4, split_k=4)
+    return _fit(replace(config, dot=True, prefetch=256), rows, gated, dtype, facts)
 
 
-def is_faster(
-    rows: int, features: int, k: int, gated: bool, norm: bool, dtype: torch.dtype, facts: DeviceFacts
-) -> bool:
-    """Whether the table's kernel beat cuBLAS where both were measured (an H200); elsewhere the answer is no.
+def _fit(config: LinearConfig, rows: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
+    """As many stages as the device's shared memory holds, at least two."""
+    tile_rows = max(16, next_power_of_2(rows)) + config.block_n * (2 if gated else 1)
+    stage_bytes = tile_rows * config.block_k * dtype.itemsize
+    return replace(config, num_stages=max(2, min(config.num_stages, facts.shared_memory // stage_bytes)))
 
-    With what comes before and after it: a norm's kernel of its own, and folded-in activations and residuals.
+
+def is_faster(dtype: torch.dtype, facts: DeviceFacts) -> bool:
+    """Whether the table's kernels beat cuBLAS there, at any shape: measured on an H200; elsewhere the answer is no.
+
+    The activation and the residual are folded in, and are kernels of their own beside cuBLAS.
     """
-    return facts.capability == 90 and dtype.itemsize == 2 and not norm
+    return facts.capability == 90 and dtype in _MEASURED_DTYPES

@@ -86,36 +86,6 @@ def load_columns(rows_ptr, step, POLICY: tl.constexpr, K: tl.constexpr, BLOCK_K:
 
 
 @triton.jit
-def inverse_rms_of(x_rows, eps, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of each row of x: [ROWS, 1, 1]."""
-    squares = tl.zeros([ROWS, 1, BLOCK_K], tl.float32)
-    for step in range((K + BLOCK_K - 1) // BLOCK_K):
-        x = load_columns(x_rows, step, "evict_last", K, BLOCK_K).to(tl.float32)
-        squares += x * x
-    return tl.rsqrt(tl.sum(squares, 2, keep_dims=True) / K + eps)
-
-
-@triton.jit
-def normalized_columns(
-    x_rows, step, inverse_rms, norm_weight, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr,
-):
-    """One step of x in float32: as it is, or normalized and rounded to x's dtype."""
-    x = load_columns(x_rows, step, "evict_last", K, BLOCK_K)
-    dtype = x.dtype
-    x = x.to(tl.float32)
-    if NORM is not None:
-        x = x * inverse_rms
-        if NORM == "round_first":
-            x = x.to(dtype).to(tl.float32)
-        if NORM_WEIGHT:
-            factor = norm_weight.to(tl.float32)
-            x = x * (1.0 + factor if NORM == "plus_one" else factor)
-        x = x.to(dtype).to(tl.float32)
-    return x
-
-
-@triton.jit
 def prefetch(rows_ptr, first_column, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Asks the L2 cache for COLUMNS columns of rows given as a [., 1] tensor of pointers."""
     LINE: tl.constexpr = 128 * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
@@ -129,12 +99,12 @@ def prefetch(rows_ptr, first_column, K: tl.constexpr, COLUMNS: tl.constexpr):
 # Nothing is gained by compiling for sizes that only bound rows.
 @triton.jit(do_not_specialize=["n_0", "n_1", "n_2", "bias_n_0", "bias_n_1", "bias_n_2"])
 def gemv_kernel(
-    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, norm_ptr, residual_ptr, out_ptr,
-    n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, eps,
+    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, residual_ptr, out_ptr,
+    n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2,
     stride_x, stride_w, stride_res, stride_out,
     M: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_N output features (of gate and up when gated) for all M rows of x, ROWS with padding.
 
@@ -154,16 +124,11 @@ def gemv_kernel(
     w_rows = w_ptr + w_offset
     m = tl.arange(0, ROWS)
     x_rows = x_ptr + tl.minimum(m, M - 1)[:, None, None] * stride_x
-    # One row of the norm's weight, of the rank of the others.
-    norm_rows = norm_ptr + tl.zeros([1, 1, 1], tl.int32)
 
     w = load_columns(w_rows, 0, "evict_first", K, BLOCK_K)
     if GATED:
         up_rows = w_1 + w_offset
         up_w = load_columns(up_rows, 0, "evict_first", K, BLOCK_K)
-    norm_weight = w
-    if NORM_WEIGHT:
-        norm_weight = load_columns(norm_rows, 0, "evict_last", K, BLOCK_K)
     m_out, n_out = m[:, None], n[None, :]
     mask = (n_out < size) & (m_out < M)
     bias = load_bias(bias_ptr, n_out, bias_size, HAS_BIAS)
@@ -174,20 +139,15 @@ def gemv_kernel(
     residual = 0.0
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + m_out * stride_res + n_out, mask=mask, other=0.0)
-    inverse_rms = 1.0
-    if NORM is not None:
-        inverse_rms = inverse_rms_of(x_rows, eps, ROWS, K, BLOCK_K)
 
-    x = normalized_columns(x_rows, 0, inverse_rms, norm_weight, K, BLOCK_K, NORM, NORM_WEIGHT)
+    x = load_columns(x_rows, 0, "evict_last", K, BLOCK_K).to(tl.float32)
     acc = w.to(tl.float32) * x
     up_acc = acc
     if GATED:
         up_acc = up_w.to(tl.float32) * x
     for step in range(1, STEPS):
         w = load_columns(w_rows, step, "evict_first", K, BLOCK_K)
-        if NORM_WEIGHT:
-            norm_weight = load_columns(norm_rows, step, "evict_last", K, BLOCK_K)
-        x = normalized_columns(x_rows, step, inverse_rms, norm_weight, K, BLOCK_K, NORM, NORM_WEIGHT)
+        x = load_columns(x_rows, step, "evict_last", K, BLOCK_K).to(tl.float32)
         acc += w.to(tl.float32) * x
         if GATED:
             up_w = load_columns(up_rows, step, "evict_first", K, BLOCK_K)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from .norm_spec import RMSNorm
-
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -16,31 +14,16 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    """`norm` of each row of x, in x's dtype."""
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.round_first:
-        scaled = scaled.to(x.dtype)
-    if norm.weight is not None:
-        weight = norm.weight if norm.round_first else norm.weight.float()
-        scaled = scaled * (1 + weight if norm.plus_one else weight)
-    return scaled.to(x.dtype)
-
-
 def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None] | None = None,
     *,
-    norm: RMSNorm | None = None,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `linear.linear`; any number of rows and weights."""
-    if norm is not None:
-        x = rms_norm(x, norm)
     if biases is None:
         biases = [None] * len(weights)
     parts = []

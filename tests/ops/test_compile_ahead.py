@@ -68,11 +68,14 @@ LAYER_CASES = {
 }
 # Name -> keywords of `compile_linear_case`; all for every device.
 LINEAR_CASES = {
-    "linear-qkv": {"sizes": (4096, 1024, 1024), "norm": True},
-    "linear-gate-up-4": {"rows": 4, "sizes": (14336, 14336), "norm": True, "activation": "silu"},
+    "linear-qkv": {"sizes": (4096, 1024, 1024)},
+    "linear-gate-up-2": {"rows": 2, "sizes": (14336, 14336), "activation": "silu"},
+    "linear-gate-up-4": {"rows": 4, "sizes": (14336, 14336), "activation": "silu"},
     "linear-down-16": {"rows": 16, "sizes": (4096,), "k": 14336, "residual": True},
     "linear-gate-up-64": {"rows": 64, "sizes": (14336, 14336), "activation": "gelu_tanh"},
-    "linear-small": {"sizes": (576, 192, 192), "k": 576, "norm": True},
+    "linear-small": {"sizes": (576, 192, 192), "k": 576},
+    "linear-small-gate-up-8": {"rows": 8, "sizes": (1536, 1536), "k": 576, "activation": "silu"},
+    "linear-head-64": {"rows": 64, "sizes": (128256,)},
     "linear-fp32-32": {"rows": 32, "sizes": (4096,), "dtype": "float32", "residual": True},
 }
 SLOW_CASES = CASES | {
@@ -166,13 +169,12 @@ def compile_layer_case(
 
 
 def compile_linear_case(
-    capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", norm=False, residual=False, activation=None
+    capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", residual=False, activation=None
 ):
     """Calls a linear, and with few rows one of experts, in the table's configurations."""
     import torch
 
     from hf_turbo.ops import linear
-    from hf_turbo.ops.norm_spec import RMSNorm
 
     dtype = getattr(torch, dtype)
     with recorded(capability, linear) as compiled, torch.device("meta"):
@@ -181,7 +183,6 @@ def compile_linear_case(
             x,
             [torch.empty(size, k, dtype=dtype) for size in sizes],
             [torch.empty(size, dtype=dtype) for size in sizes],
-            norm=RMSNorm(torch.empty(k, dtype=dtype), 1e-6) if norm else None,
             residual=torch.empty(rows, sizes[0], dtype=dtype) if residual else None,
             activation=activation,
         )

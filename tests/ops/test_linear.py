@@ -2,13 +2,11 @@ import dataclasses
 
 import pytest
 import torch
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_turbo.ops import linear as ops
 from hf_turbo.ops import reference_linear as reference
 from hf_turbo.ops.attention_config import DeviceFacts
-from hf_turbo.ops.linear_config import LinearConfig, choose_config, is_faster
+from hf_turbo.ops.linear_config import LinearConfig, choose_config
 from hf_turbo.ops.norm import rms_norm
 from hf_turbo.ops.norm_spec import RMSNorm
 
@@ -16,6 +14,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GEMV = LinearConfig(block_n=2, block_k=128, num_warps=1)
 DOT = LinearConfig(block_n=16, block_k=64, num_warps=4, num_stages=2, dot=True)
 SPLIT = dataclasses.replace(DOT, block_k=32, split_k=3)
+H200 = DeviceFacts(132, 90, 232448)
+SMALLER = DeviceFacts(84, 86, 101376)
+# (features, columns, gated) of an 8B and a 135M model.
+MODEL_SHAPES = [
+    *[(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (128256, 4096, False)],
+    *[(960, 576, False), (576, 576, False), (1536, 576, True), (576, 1536, False), (49152, 576, False)],
+]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -48,22 +53,14 @@ class Case:
         assert buffer.isnan().all()
 
 
-def make_case(rows, k, sizes, dtype=torch.float16, biases="", norm=None, residual=False, activation=None):
-    """`biases` says of each weight whether it has one: "yn"; `norm` is llama, gemma or bare."""
+def make_case(rows, k, sizes, dtype=torch.float16, biases="", residual=False, activation=None):
+    """`biases` says of each weight whether it has one: "yn"."""
     x = torch.full((rows, k + 8), torch.nan, dtype=dtype, device=DEVICE)[:, :k]
     x.copy_(random(rows, k, dtype=dtype))
     weights = [(torch.randn(size, k, device=DEVICE) / k**0.5).to(dtype) for size in sizes]
     bias_list = [random(n, dtype=dtype) if has == "y" else None for n, has in zip(sizes, biases)] if biases else None
-    scale = random(k, dtype=dtype)
-    norms = {
-        None: None,
-        "llama": RMSNorm(scale, 1e-2, plus_one=False, round_first=True),
-        "gemma": RMSNorm(scale, 1e-2, plus_one=True, round_first=False),
-        "last": RMSNorm(scale.float(), 1e-2, plus_one=False, round_first=False),
-        "bare": RMSNorm(None, 1e-2),
-    }
     added = random(rows, sum(sizes) + 8, dtype=dtype)[:, :-8] if residual else None
-    return Case(x, weights, bias_list, {"norm": norms[norm], "residual": added, "activation": activation})
+    return Case(x, weights, bias_list, {"residual": added, "activation": activation})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -71,13 +68,6 @@ def make_case(rows, k, sizes, dtype=torch.float16, biases="", norm=None, residua
 @pytest.mark.parametrize("sizes, biases", [((7,), ""), ((5, 2), "ny"), ((6, 1, 3), "yny")])
 def test_few_rows(rows, sizes, biases, dtype):
     make_case(rows, 200, sizes, dtype, biases).check(GEMV)
-
-
-@pytest.mark.parametrize("norm", ["llama", "gemma", "last", "bare"])
-@pytest.mark.parametrize("k", [96, 256, 333])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_norm(norm, k, dtype):
-    make_case(2, k, (4, 3), dtype, norm=norm).check(GEMV)
 
 
 @pytest.mark.parametrize("config", [DOT, SPLIT])
@@ -117,9 +107,10 @@ def test_residual(config):
     torch.testing.assert_close(residual, expected, rtol=3e-3, atol=3e-3)
 
 
-@pytest.mark.parametrize("rows, options", [(1, {"norm": "llama"}), (4, {"residual": True}), (20, {"biases": "y"})])
-def test_the_tables_configuration(rows, options):
-    make_case(rows, 136, (9,), **options).check()
+@pytest.mark.parametrize("k", [136, 2056])
+@pytest.mark.parametrize("rows, options", [(1, {}), (2, {"biases": "y"}), (4, {"residual": True}), (20, {"biases": "y"})])
+def test_the_tables_configuration(rows, options, k):
+    make_case(rows, k, (9,), **options).check()
 
 
 @pytest.mark.parametrize("config", [GEMV, DOT, SPLIT])
@@ -137,17 +128,6 @@ def test_weights_with_gaps_between_rows():
     case.weights = [whole[:6, :64], whole[6:, :64]]
     case.check(GEMV)
     case.check(DOT)
-
-
-@pytest.mark.parametrize("module", [LlamaRMSNorm, Gemma2RMSNorm])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_norm_is_transformers(module, dtype):
-    gemma = module is Gemma2RMSNorm
-    norm = module(96).to(dtype)
-    norm.weight.data.normal_()
-    x = torch.randn(4, 96).to(dtype)
-    spec = RMSNorm(norm.weight.data, norm.eps if gemma else norm.variance_epsilon, gemma, not gemma)
-    torch.testing.assert_close(reference.rms_norm(x, spec), norm(x), rtol=0, atol=0)
 
 
 def test_refuses_what_it_cannot_do():
@@ -177,32 +157,82 @@ def test_refuses_what_it_cannot_do():
         ops.linear(x, weights, residual=x[:, :10])
     with pytest.raises(ValueError, match="out must be"):
         ops.linear(x, weights, out=x)
-    with pytest.raises(ValueError, match="few rows"):
-        ops.linear(random(9, 64, dtype=x.dtype), weights, norm=RMSNorm(None, 1e-5))
-    with pytest.raises(ValueError, match="norm's weight"):
-        ops.linear(x, weights, norm=RMSNorm(x[0, :32], 1e-5))
-    with pytest.raises(ValueError, match="round_first=False"):
-        RMSNorm(None, 1e-5, plus_one=True)
 
 
-def test_supports_only_what_was_measured():
-    h200 = DeviceFacts(132, 90, 232448)
-    assert is_faster(1, 4096, 4096, False, False, torch.bfloat16, h200)
-    assert not is_faster(1, 4096, 4096, False, True, torch.bfloat16, h200)
-    assert not is_faster(1, 4096, 4096, False, False, torch.float32, h200)
-    assert not is_faster(1, 4096, 4096, False, False, torch.bfloat16, dataclasses.replace(h200, capability=80))
-    weights = [torch.empty(8, 8)]
-    assert not ops.supports(1, weights, torch.float32, torch.device("cpu"), norm=False, activation=False)
+@pytest.fixture
+def on_h200(monkeypatch):
+    monkeypatch.setattr(ops, "device_facts", lambda device: H200)
 
 
-@pytest.mark.parametrize("facts", [DeviceFacts(132, 90, 232448), DeviceFacts(84, 86, 101376)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64])
-@pytest.mark.parametrize("features, k, gated", [(6144, 4096, False), (14336, 4096, True), (4096, 14336, False)])
-def test_the_table_fits_the_device(rows, features, k, gated, facts):
-    config = choose_config(rows, features, k, gated, False, torch.bfloat16, facts)
-    tile_rows = max(16, rows) + config.block_n * (2 if gated else 1)
-    assert config.dot == (rows > 2) and config.pdl == (facts.capability >= 90)
-    assert not config.dot or config.num_stages * tile_rows * config.block_k * 2 <= facts.shared_memory
+def supports(weights, rows=1, dtype=torch.bfloat16, device="cuda", activation=False):
+    return ops.supports(rows, weights, dtype, torch.device(device), activation=activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_supports_what_was_measured(rows, dtype, on_h200):
+    weights = torch.empty(3, 8, 8, dtype=dtype)
+    assert supports([*weights], rows, dtype)
+    assert supports([*weights[:2]], rows, dtype, activation=True)
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_supports_nothing_that_the_kernels_do_not_take():
+    weight = torch.empty(8, 8, dtype=torch.bfloat16)
+    assert supports([weight])
+    assert not supports([weight], rows=0)
+    assert not supports([weight], rows=65)
+    assert not supports([])
+    assert not supports([weight] * 4)
+    assert not supports([weight.float()])
+    assert not supports([weight.mT])
+    assert not supports([weight, torch.empty(8, 16, dtype=torch.bfloat16)[:, :8]])
+    assert supports([weight, weight[:4]])
+    assert not supports([weight, weight[:4]], activation=True)
+
+
+def test_supports_nothing_that_was_not_measured(on_h200, monkeypatch):
+    weight = torch.empty(8, 8)
+    assert not supports([weight], dtype=torch.float32)
+    assert supports([weight.bfloat16()])
+    assert not supports([weight.bfloat16()], device="cpu")
+    monkeypatch.setattr(ops, "device_facts", lambda device: dataclasses.replace(H200, capability=80))
+    assert not supports([weight.bfloat16()])
+
+
+@pytest.mark.parametrize("features, k, gated", MODEL_SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("facts", [H200, SMALLER])
+def test_the_table_fits_the_device(facts, dtype, features, k, gated):
+    for rows in range(1, 65):
+        config = choose_config(rows, features, k, gated, dtype, facts)
+        assert config.dot == (rows > 2) and config.pdl == (facts.capability >= 90)
+        for size in (config.block_n, config.block_k, config.num_warps):
+            assert size & (size - 1) == 0
+        if config.dot:
+            check_dot_config(config, rows, gated, dtype, facts)
+        else:
+            # Every thread loads whole pieces of 16 bytes of a row.
+            assert config.block_k * dtype.itemsize % (16 * 32 * config.num_warps) == 0
+            assert config.split_k == 1 and config.prefetch == 0
+
+
+def check_dot_config(config, rows, gated, dtype, facts):
+    """Tiles that a tensor core takes, at least two of them in flight, and all in shared memory."""
+    padded_rows = next(padded for padded in (16, 32, 64) if padded >= rows)
+    tile_rows = padded_rows + config.block_n * (2 if gated else 1)
+    assert config.block_n >= 16 and config.block_k >= 16
+    assert config.num_stages >= 2 and config.split_k >= 1
+    assert config.num_stages * tile_rows * config.block_k * dtype.itemsize <= facts.shared_memory
+    # The lines that are fetched early are those of the first steps.
+    assert config.prefetch * dtype.itemsize % 128 == 0
+
+
+@pytest.mark.parametrize("stages, shared_memory", [(3, 232448), (3, 110592), (2, 110591), (2, 65536)])
+def test_stages_go_first_where_shared_memory_is_short(stages, shared_memory):
+    facts = dataclasses.replace(H200, shared_memory=shared_memory)
+    config = choose_config(8, 14336, 4096, True, torch.bfloat16, facts)  # 36,864 bytes a stage
+    assert config == dataclasses.replace(choose_config(8, 14336, 4096, True, torch.bfloat16, H200), num_stages=stages)
 
 
 @pytest.mark.parametrize("dtype, id_type", [(torch.float32, torch.int64), (torch.float16, torch.int32)])
@@ -248,10 +278,9 @@ def test_experts_refuse():
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 33, 64])
 @pytest.mark.parametrize("k", [576, 1001, 4096])
 def test_on_the_device(rows, k, dtype):
-    few = "llama" if rows <= 4 else None
     torch.backends.cuda.matmul.allow_tf32 = False
-    make_case(rows, k, (k, 130, 77), dtype, "yny", norm=few).check()
-    make_case(rows, k, (1000, 1000), dtype, norm=few, activation="silu").check()
+    make_case(rows, k, (k, 130, 77), dtype, "yny").check()
+    make_case(rows, k, (1000, 1000), dtype, activation="silu").check()
     make_case(rows, k, (515,), dtype, residual=True).check()
 
 
@@ -266,7 +295,7 @@ def test_alignment_is_part_of_what_is_compiled():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 24])
+@pytest.mark.parametrize("rows", [1, 2, 4, 24])
 def test_dependent_launches_in_a_graph(rows):
     """A chain in which every kernel reads what the one before wrote, captured, replayed, against one by one."""
     hidden, inner, layers = 1024, 2048, 12
@@ -278,10 +307,9 @@ def test_dependent_launches_in_a_graph(rows):
     def run(after_each):
         x = start
         for up_weights, down_weights in zip(up, down):
-            if rows <= 4:
-                inside = ops.linear(x, up_weights, norm=norm, activation="silu")
-            else:
-                inside = ops.linear(rms_norm(x, norm), up_weights, activation="silu")
+            normed = rms_norm(x, norm)
+            after_each()
+            inside = ops.linear(normed, up_weights, activation="silu")
             after_each()
             x = ops.linear(inside, down_weights, residual=x)
             after_each()
