@@ -74,8 +74,9 @@ class LayerStore:
         if self.kv is None or [len(t) for t in old[0]] != segment_sizes:
             offsets = None if self.kv is None else self.kv.segment_offsets
             self.kv = None  # with it goes what was dropped, before anything new is made
-            k, v = (self._segments(ts, segment_sizes, d) for ts, d in zip(old, self.head_dims, strict=True))
-            self.kv = LayerKV.of(k, v, offsets)  # the offsets stay where they are: captured kernels read them
+            with torch.inference_mode(False):  # they outlive the call, and may be written to outside of that mode
+                k, v = (self._segments(ts, segment_sizes, d) for ts, d in zip(old, self.head_dims, strict=True))
+                self.kv = LayerKV.of(k, v, offsets)  # the offsets stay where they are: captured kernels read them
         return self.kv
 
     def copy(self, copies: BlockCopies) -> None:

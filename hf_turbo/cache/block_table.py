@@ -162,7 +162,8 @@ class BlockTable:
             columns = width + max(width // 4, 16)
             filled = [[0] * f + row for f, row in zip(self.first, self.rows, strict=True)]
             padded = [row + [0] * (columns - len(row)) for row in filled]
-            self._mirror = torch.tensor(padded, dtype=torch.int32).reshape(len(padded), columns).to(device)
+            with torch.inference_mode(False):  # a later step, outside of that mode, may write to it
+                self._mirror = torch.tensor(padded, dtype=torch.int32).reshape(len(padded), columns).to(device)
             self._changes.clear()
         self._flush()
         return self._mirror  # type: ignore[return-value]

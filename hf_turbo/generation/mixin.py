@@ -131,7 +131,7 @@ def _forward_of(original: Any) -> Any:
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own, handle = partial(original.forward, self), self._hf_turbo
-        if args or handle.model_reason:
+        if args or handle.model_reason or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         output = handle.steps.run(self, own, kwargs)
         if output is None and handle.config.fused_layers:

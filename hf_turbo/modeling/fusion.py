@@ -1,8 +1,8 @@
 """Rules that compute several deferred operations in one kernel: what a decoder's layer is made of.
 
 Projections of the same input become one launch over several weights (no weight is copied), with the activation between
-them or the residual after them folded in, where the kernel is faster than cuBLAS; otherwise products go to torch, and the
-norm after them takes the residual's sum with it.
+them or the residual after them folded in, where the kernel is faster than cuBLAS; otherwise products go to torch, and
+the norm after them takes the residual's sum with it.
 """
 
 from __future__ import annotations

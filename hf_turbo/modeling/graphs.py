@@ -88,7 +88,9 @@ class StepGraphs:
         inputs = StepInputs.of(kwargs)
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
-        with self._lock, torch.cuda.device(inputs.tensors["input_ids"].device):
+        device = inputs.tensors["input_ids"].device
+        # What is made here outlives the call, and the next one may be outside of an inference mode.
+        with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
                 return None
             return self._run(model, forward, cache, inputs)

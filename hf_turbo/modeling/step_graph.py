@@ -148,7 +148,7 @@ class StepGraph:
     def compute(self, forward: Forward) -> ModelOutput:
         """Runs the step once, as it will be captured; what comes back is read before anything else runs."""
         mode = DeferredMode(self.rules, self.device)
-        with torch.inference_mode(False), torch.no_grad(), mode:
+        with mode:
             output = forward(**self.tensors, **self.options, **{CACHE_NAME: self.cache})
         self.cache.check_attended()
         if not isinstance(output, ModelOutput):

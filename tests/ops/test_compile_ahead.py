@@ -168,9 +168,7 @@ def compile_layer_case(
     return [kernel_facts(kernel) for kernel in compiled]
 
 
-def compile_linear_case(
-    capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", residual=False, activation=None
-):
+def compile_linear_case(capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", residual=False, activation=None):
     """Calls a linear, and with few rows one of experts, in the table's configurations."""
     import torch
 

@@ -1,0 +1,469 @@
+"""Captured decode steps: which models have them, that they are never of a model that is no more, and what ends them."""
+
+import copy
+import pickle
+from contextlib import contextmanager
+
+import pytest
+import torch
+from graph_cases import (
+    BATCH,
+    GPU,
+    NEW,
+    MiB,
+    assert_differs,
+    assert_same,
+    forced,
+    on_gpu,
+    outcome,
+    patched_model,
+    replays,
+    settled,
+    steps,
+    stock_model,
+    warmed_up,
+)
+from helpers import assert_no_worse, generate, prompt
+from tiny_models import ACCELERATED, STEPS_ASIDE, ZOO, expectation, in_this_transformers
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_turbo
+from hf_turbo.patching import handle_of
+
+pytestmark = GPU
+
+NOT_CAPTURED = "decode steps are not captured: "
+NAMES = [name for name in ZOO if in_this_transformers(name) and ZOO[name].expect != STEPS_ASIDE]
+#: Whose steps must be captured, whatever else steps aside.
+CAPTURED = set(
+    """
+    cohere cohere2 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite llama ministral mistral mixtral olmo2
+    olmo3 phi phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2
+    """.split()  # noqa: SIM905
+)
+
+
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+# the zoo
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture(name):
+    """Text in fp32, over a left-padded batch: that of the unpatched model, with and without graphs."""
+    stock = stock_model(name)
+    if expectation(stock, name) != ACCELERATED:
+        pytest.skip("steps aside as a whole")
+    model = patched_model(name)
+    expected = outcome(stock)
+    for _ in range(2):
+        assert_same(outcome(model), expected)
+    reasons = set(handle_of(model).stepped_aside)
+    assert all(reason.startswith(NOT_CAPTURED) for reason in reasons), reasons
+    assert bool(steps(model).num_replayed) != bool(reasons)
+    if name in CAPTURED:
+        assert steps(model).num_captured == 1, reasons
+        assert steps(model).num_replayed == 2 * (NEW - 1) - 1
+
+
+def test_captured_names_are_in_the_zoo():
+    assert set(NAMES) >= CAPTURED
+
+
+# changes of the model
+
+
+def mlp(model):
+    return model.model.layers[0].mlp
+
+
+def written_weight(model):
+    mlp(model).down_proj.weight.mul_(-2)
+
+
+def written_data(model):
+    mlp(model).down_proj.weight.data.copy_(mlp(model).down_proj.weight.flip(0))
+
+
+def written_buffer(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def trained(model):
+    with torch.enable_grad():
+        logits = model(**on_gpu(BATCH), use_cache=False).logits
+        logits.logsumexp(-1).mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    model.zero_grad(set_to_none=True)
+
+
+def assigned_weight(model):
+    mlp(model).down_proj.weight = nn.Parameter(mlp(model).down_proj.weight.flip(0))
+
+
+def other_data(model):
+    mlp(model).down_proj.weight.data = mlp(model).down_proj.weight.flip(0)
+
+
+def other_head(model):
+    model.set_output_embeddings(nn.Linear(*model.lm_head.weight.shape[::-1], bias=False, device="cuda"))
+    torch.manual_seed(3)
+    model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape))
+    model.lm_head.eval()
+
+
+def assigned_state(model):
+    state = {key: x.flip(0) if "down_proj" in key else x.clone() for key, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def assigned_buffer(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def added_bias(model):
+    mlp(model).down_proj.bias = nn.Parameter(torch.ones(32, device="cuda"))
+
+
+def swapped_modules(model):
+    first, second = model.model.layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+
+
+def layers_in_another_order(model):
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+
+
+def one_layer_less(model):
+    model.model.layers = model.model.layers[:1]
+
+
+def other_activation(model):
+    mlp(model).act_fn = nn.GELU(approximate="tanh")
+    mlp(model).act_fn.eval()
+
+
+def other_eps(model):
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 3.0
+
+
+def other_scale_of_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.3
+
+
+def other_scale_of_logits(model):
+    model.logit_scale = 2.0
+
+
+def other_config(model):
+    model.config.logits_scaling = 0.5
+
+
+def other_softcap(model):
+    model.config.final_logit_softcapping = 3.0
+
+
+def other_softcap_of_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 30.0
+
+
+#: What happens to which model, and whether the graphs stay as they are.
+CHANGES = [
+    ("llama", written_weight, True),
+    ("llama", written_data, True),
+    ("llama", written_buffer, True),
+    ("llama", trained, True),
+    ("llama", assigned_weight, False),
+    ("llama", other_data, False),
+    ("llama", other_head, False),
+    ("llama", assigned_state, False),
+    ("llama", assigned_buffer, False),
+    ("llama", added_bias, False),
+    ("llama", swapped_modules, False),
+    ("llama", layers_in_another_order, False),
+    ("llama", one_layer_less, False),
+    ("llama", other_activation, False),
+    ("llama", other_eps, False),
+    ("llama", other_scale_of_attention, False),
+    ("cohere2", other_scale_of_logits, False),
+    ("granite", other_config, False),
+    ("gemma2", other_softcap, False),
+    ("gemma2", other_softcap_of_attention, False),
+]
+
+
+@pytest.mark.parametrize("name, change, keeps_graphs", CHANGES, ids=[change.__name__ for _, change, _ in CHANGES])
+@torch.no_grad()
+def test_a_changed_model_is_the_one_that_runs(name, change, keeps_graphs):
+    stock, model = stock_model(name), patched_model(name)
+    before = warmed_up(model)
+    change(stock)
+    expected = outcome(stock)
+    assert_differs(expected, before)
+    dropped = steps(model).num_dropped
+    change(model)
+    with replays(model):
+        for _ in range(2):
+            assert_same(outcome(model), expected)
+    assert (steps(model).num_dropped == dropped) == keeps_graphs
+
+
+class Changes(LogitsProcessor):
+    """Changes a model at its ninth call."""
+
+    def __init__(self, model, change):
+        self.model, self.change, self.calls = model, change, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 9:
+            self.change(self.model)
+        return scores
+
+
+@pytest.mark.parametrize("change", [written_weight, assigned_weight, other_data, swapped_modules, other_eps])
+@torch.no_grad()
+def test_a_model_changed_between_two_steps(change):
+    stock, model = stock_model("llama"), patched_model("llama")
+    before = warmed_up(model)
+    expected = outcome(stock, logits_processor=LogitsProcessorList([Changes(stock, change)]))
+    assert torch.equal(expected.tokens[:, :9], before.tokens[:, :9])
+    assert_differs(expected, before)
+    with replays(model):
+        assert_same(outcome(model, logits_processor=LogitsProcessorList([Changes(model, change)])), expected)
+
+
+@torch.no_grad()
+def test_another_dtype_and_back():
+    stock, model = stock_model("llama"), patched_model("llama")
+    ids = on_gpu(prompt(3, 30))
+    exact = forced(stock, ids, 10)
+    warmed_up(model)
+    stock.to(torch.bfloat16), model.to(torch.bfloat16)
+    with replays(model):
+        for _ in range(2):
+            got = forced(model, ids, 10)
+            assert got.dtype == torch.bfloat16
+            assert_no_worse(got, forced(stock, ids, 10), exact)
+    stock.float(), model.float()
+    with replays(model):
+        for _ in range(2):
+            assert_same(outcome(model), outcome(stock))
+
+
+@torch.no_grad()
+def test_training_mode_has_no_graphs():
+    """Dropout draws anew at each step."""
+    model = patched_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = warmed_up(model)
+    replayed = steps(model).num_replayed
+    model.train()
+    assert not torch.equal(outcome(model).logits, outcome(model).logits)
+    assert steps(model).num_replayed <= replayed + 1, "the step that found it out"
+    model.eval()
+    with replays(model):
+        assert_same(outcome(model), expected)
+
+
+# hooks
+
+
+@contextmanager
+def forward_hook(module, calls):
+    hook = module.register_forward_hook(lambda module, args, out: calls.append(1) or out * 1.5)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def pre_hook(module, calls):
+    hook = module.register_forward_pre_hook(lambda module, args: calls.append(1) or (args[0] * 1.5,))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def hook_on_all_modules(module, calls):
+    hook = register_module_forward_hook(lambda m, args, out: (calls.append(1) or out * 1.5) if m is module else None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def replaced_forward(module, calls):
+    own = module.forward
+    module.forward = lambda *args: calls.append(1) or own(*args) * 1.5
+    yield
+    del module.forward
+
+
+@pytest.mark.parametrize("hooked", [forward_hook, pre_hook, hook_on_all_modules, replaced_forward])
+@torch.no_grad()
+def test_hooks_are_called_at_every_step(hooked):
+    stock, model = stock_model("llama"), patched_model("llama")
+    before = warmed_up(model)
+    stock_calls, calls = [], []
+    with hooked(mlp(stock), stock_calls):
+        expected = outcome(stock)
+    assert_differs(expected, before)
+    with hooked(mlp(model), calls):
+        assert_same(outcome(model), expected)
+        assert len(calls) == len(stock_calls) == NEW
+        assert_same(outcome(model), expected)
+    assert len(calls) == 2 * NEW
+    with replays(model):
+        assert_same(outcome(model), before)
+    assert len(calls) == 2 * NEW
+
+
+# adapters
+
+
+def add_adapter(model, name):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(len(name))
+    config = LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4, init_lora_weights=False)
+    if name == "default":
+        model = get_peft_model(model, config)
+    else:
+        model.add_adapter(name, config)
+        model.set_adapter(name)
+    return model.eval()
+
+
+def other_scaling(model):
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] *= 3
+
+
+#: In this order. The last two change how the same text is computed.
+ADAPTER_CHANGES = {
+    "scaled": other_scaling,
+    "another": lambda model: add_adapter(model, "another"),
+    "first again": lambda model: model.set_adapter("default"),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "enabled": lambda model: model.base_model.enable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
+    "unmerged": lambda model: model.unmerge_adapter(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+def test_adapters():
+    pytest.importorskip("peft")
+    stock, patched = stock_model("llama"), patched_model("llama")
+    before = warmed_up(patched)
+    stock, model = add_adapter(stock, "default"), add_adapter(patched, "default")
+    for name, change in {"added": lambda model: None, **ADAPTER_CHANGES}.items():
+        change(stock), change(model)
+        expected = outcome(stock)
+        if name not in ("merged", "unmerged"):
+            assert_differs(expected, before)
+        with replays(patched):
+            for _ in range(2):
+                assert_same(outcome(model), expected)
+        before = expected
+    with replays(patched), stock.disable_adapter(), model.disable_adapter():
+        assert_same(outcome(model), outcome(stock))
+    with replays(patched):
+        assert_same(outcome(model), expected)
+
+
+# options
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "cohere2", "gpt_oss"])
+def test_options(name):
+    expected = outcome(stock_model(name))
+    for fused_layers in (True, False):
+        model = patched_model(name, turbo={"fused_layers": fused_layers})
+        with replays(model):
+            assert_same(outcome(model), expected)
+        model = patched_model(name, turbo={"fused_layers": fused_layers, "cuda_graphs": False})
+        assert_same(outcome(model), expected)
+        assert steps(model).num_captured == steps(model).num_replayed == 0
+        assert not handle_of(model).stepped_aside
+
+
+def test_patching_again():
+    """Another block size, and graphs of its own."""
+    model = patched_model("gemma2")
+    expected = warmed_up(model)
+    old = steps(model)
+    hf_turbo.patch(model, block_size=16)
+    assert steps(model) is not old
+    with replays(model):
+        assert_same(outcome(model), expected)
+    hf_turbo.patch(model, cuda_graphs=False)
+    assert_same(outcome(model), expected)
+    assert steps(model).num_captured == 0
+
+
+# the end
+
+
+def test_unpatch_gives_the_graphs_memory_back():
+    model = stock_model("llama", head_dim=64, num_key_value_heads=4)
+    inputs = on_gpu(prompt(8, 300))
+
+    def generate_patched():
+        hf_turbo.patch(model, block_size=64)
+        with replays(model):
+            generate(model, inputs, 8)
+        generate(model, on_gpu(prompt(2, 300)), 8)
+        assert steps(model).num_graphs == 2
+
+    generate_patched()
+    hf_turbo.unpatch(model)
+    allocated, reserved = settled()
+    generate_patched()
+    assert settled()[0] > allocated + 8 * MiB, "the check below would see nothing"
+    hf_turbo.unpatch(model)
+    after = settled()
+    assert after[0] <= allocated + 2 * MiB
+    assert after[1] <= reserved + 2 * MiB
+
+
+def test_a_dropped_model_takes_its_graphs_along():
+    generate(patched_model("llama"), on_gpu(BATCH), 8)
+    allocated, reserved = settled()
+    for _ in range(3):
+        model = patched_model("llama")
+        warmed_up(model)
+        del model
+    after = settled()
+    assert after[0] <= allocated + 2 * MiB
+    assert after[1] <= reserved + 2 * MiB
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+@torch.no_grad()
+def test_copies_capture_their_own(again):
+    model = patched_model("llama")
+    before = warmed_up(model)
+    captured = steps(model).num_captured
+    other = again(model)
+    assert hf_turbo.is_patched(other)
+    assert steps(other).num_graphs == steps(other).num_captured == 0
+    with replays(other):
+        assert_same(outcome(other), before)
+    written_weight(other)
+    with replays(other):
+        assert_differs(outcome(other), before)
+    with replays(model):
+        assert_same(outcome(model), before)
+    assert steps(model).num_captured == captured
