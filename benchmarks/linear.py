@@ -191,6 +191,7 @@ def run_chain(run: Run, chain: Chain, all_rows: list[int], facts: DeviceFacts, t
         if tuning and not run.expired:
             tuned, us = tune(chain, rows, facts, lambda: run.expired)
             run.write(case, "tuned", us, size, configs=by_shape(tuned))
+            print(f"{case}: tuned to {us:.2f} us a layer", flush=True)
 
 
 def by_shape(configs: list[LinearConfig]) -> dict[str, dict[str, Any]]:

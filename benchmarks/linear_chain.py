@@ -83,7 +83,7 @@ class Chain:
 
         return call
 
-    def right(self, index: int, rows: int, configs: Sequence[LinearConfig]) -> list[LinearConfig]:
+    def working(self, index: int, rows: int, configs: Sequence[LinearConfig]) -> list[LinearConfig]:
         """Those with which linear `index` of a layer runs and is right; the others are printed."""
         problem = self.layers[0][index]
         reference = problem.reference(rows)
@@ -122,7 +122,7 @@ def tune(chain: Chain, rows: int, facts: DeviceFacts, expired: Callable[[], bool
 
     One linear's configuration is changed at a time, and the change kept if the whole chain is faster with it.
     """
-    choices = [chain.right(i, rows, chain_candidates(shape, rows, facts)) for i, shape in enumerate(SHAPES)]
+    choices = [chain.working(i, rows, chain_candidates(shape, rows, facts)) for i, shape in enumerate(SHAPES)]
     picked = [configs[0] for configs in choices]
     best = layer_us(chain.ours(rows, picked))
     for _ in range(SWEEPS):

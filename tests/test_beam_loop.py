@@ -246,16 +246,16 @@ def test_few_operations_after_the_forward(llama):
     from hf_turbo.generation import beam_loop
 
     ops = []
-    step = beam_loop._Beams.step
+    choose = beam_loop._Beams.choose
 
     def counted(self, logits):
         with Counting() as mode:
-            result = step(self, logits)
+            result = choose(self, logits)
         ops.append(mode.count)
         return result
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(beam_loop._Beams, "step", counted)
+        patched.setattr(beam_loop._Beams, "choose", counted)
         generate(llama, PLAIN, 20, num_beams=4, eos_token_id=9)
     assert max(ops) <= 14
     assert math.isclose(sum(ops[1:-1]) / (len(ops) - 2), ops[1])

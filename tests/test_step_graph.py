@@ -37,15 +37,14 @@ def _few_rows_merge(monkeypatch):
 class Step(StepGraph):
     """The reference ops read a step's geometry on the host."""
 
-    def load(self, cache, inputs):
-        super().load(cache, inputs)
+    def load(self, cache, inputs, tables=None):
+        super().load(cache, inputs, tables)
         for window, group in self.groups.items():
             table, metadata = cache.groups[window].table, group.plan.metadata
-            unused = self.num_rows - inputs.num_rows
             metadata.seq_lens_cpu = self.seq_lens.tolist()
-            metadata.q_lens_cpu = [1] * inputs.num_rows + [0] * unused
-            metadata.block_ids_cpu = [list(row) for row in table.rows] + [[]] * unused
-            metadata.first_blocks_cpu = list(table.first) + [0] * unused
+            metadata.q_lens_cpu = [1] * self.num_rows
+            metadata.block_ids_cpu = [list(row) for row in table.rows]
+            metadata.first_blocks_cpu = list(table.first)
 
 
 def step(model, cache, **kwargs):

@@ -182,18 +182,31 @@ class BlockGroup:
 
     def copy_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks in these layers, `(from, to)`; none is both."""
-        if stores and uses_triton(stores[0].device):
-            key = (tuple(map(weakref.ref, stores)), self.manager.version)
-            if self._addresses is None or self._addresses[0] != key:
-                self._addresses = (key, layer_addresses([self.cover(store) for store in stores]))
-            if self._addresses[1] is not None:
-                self._addresses[1].copy(pairs)
-                return
-        for store in stores:
-            self.cover(store)  # new segments get their tensors
+        addresses = self._addresses_of(stores)
+        if addresses is not None:
+            addresses.copy(torch.tensor(pairs, dtype=torch.int32).to(addresses.device))
+            return
         at_once = BlockCopies(pairs)
         for store in stores:
+            self.cover(store)  # new segments get their tensors
             store.copy(at_once)
+
+    def copy_blocks_there(self, stores: Sequence[LayerStore], pairs: torch.Tensor) -> None:
+        """The same for pairs that the host does not know, int32 `[pairs, 2]`; of equal ones nothing is copied."""
+        addresses = self._addresses_of(stores)
+        if addresses is not None:
+            addresses.copy(pairs)
+        else:
+            self.copy_blocks(stores, [(a, b) for a, b in pairs.tolist() if a != b])
+
+    def _addresses_of(self, stores: Sequence[LayerStore]) -> Any:
+        """Where these layers' blocks lie, for one kernel that copies in all of them; None without such a kernel."""
+        if not stores or not uses_triton(stores[0].device):
+            return None
+        key = (tuple(map(weakref.ref, stores)), self.manager.version)
+        if self._addresses is None or self._addresses[0] != key:
+            self._addresses = (key, layer_addresses([self.cover(store) for store in stores]))
+        return self._addresses[1]
 
     def fill(self, value: float) -> None:
         """Writes `value` into every block that nobody owns: for tests that look for stale reads."""

@@ -139,6 +139,12 @@ class BlockTable:
             length -= 1
         return length if self.rows[a][:length] == self.rows[b][:length] else 0
 
+    def forget_mirror(self) -> None:
+        """The next `tensor` is made anew: somebody else keeps the device's table meanwhile."""
+        self._mirror = None
+        self._changes.clear()
+        self._version += 1
+
     def copy(self) -> BlockTable:
         """Another owner of the same blocks."""
         other = BlockTable(self.group)

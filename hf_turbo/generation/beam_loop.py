@@ -13,11 +13,13 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateBeamDecoderOnlyOutput
 
+from ..cache.ahead_rows import AheadRows
 from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from .columns import Columns
 from .finished_beams import Candidates, FinishedBeams
 from .known import criteria_are_known, processors_are_known
+from .loop import runs_ahead
 from .step import DecodeSteps, is_stock, knows_steps
 from .stopping import StopRules
 
@@ -62,19 +64,64 @@ def beam_search(
     beams = _Beams(model, input_ids, logits_processor, stopping_criteria, generation_config)
     alone = processors_are_known(logits_processor) and criteria_are_known(stopping_criteria)
     steps = DecodeSteps(model, outputs, model_kwargs, alone)
-    with steps:
+    with steps, _Ahead(cache, steps, goes=alone and runs_ahead(input_ids.device)) as ahead:
         while True:
-            step = beams.step(outputs.logits)
+            beams.choose(outputs.logits)
             del outputs  # the logits of a prompt may be large
-            cache.select_rows(beams.rows_to_go_on(step))
-            goes_on = beams.finished.surely_goes_on(step)
+            outputs = None if beams.are_done else ahead.forward(beams)
+            step = beams.fetch()
+            rows = beams.rows_to_go_on(step)
+            if outputs is not None:
+                beams.finished.add(step)  # the device is busy meanwhile
+                ahead.catch_up(rows, keep_step=not beams.finished.search_is_over)
+            else:
+                cache.select_rows(rows)
+            goes_on = outputs is not None or beams.finished.surely_goes_on(step)
             if not goes_on:
                 beams.finished.add(step)
             if beams.finished.search_is_over:
                 return beams.result(cache)
-            outputs = steps.forward(beams.tokens)
-            if goes_on:
-                beams.finished.add(step)  # the device is busy meanwhile
+            if outputs is None:
+                outputs = steps.forward(beams.tokens)
+                if goes_on:
+                    beams.finished.add(step)  # the device is busy meanwhile
+
+
+class _Ahead:
+    """Steps that are launched before the host knows which beams go on. A context: it holds spare blocks.
+
+    Args:
+        goes: whether to do so at all.
+    """
+
+    def __init__(self, cache: PagedCache, steps: DecodeSteps, goes: bool) -> None:
+        self._cache, self._steps, self._goes = cache, steps, goes
+        self._rows: AheadRows | None = None
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._rows is not None:
+            self._rows.release()
+
+    def forward(self, beams: _Beams) -> Any:
+        """The outputs of the chosen beams, or None: they have to wait for the host."""
+        if not self._goes or not self._cache.model_is_as_it_was:
+            return None
+        if self._rows is None and AheadRows.is_possible(self._cache):
+            self._rows = AheadRows(self._cache, beams.tokens.device)
+        if self._rows is None:
+            return None
+        outputs = self._steps.forward_ahead(beams.tokens, beams.origins, self._rows)
+        if outputs is None:  # from here on, the host's account is the newest
+            self._rows.release()
+            self._rows = None
+        return outputs
+
+    def catch_up(self, rows: list[int], keep_step: bool) -> None:
+        if self._rows is not None:
+            self._rows.catch_up(rows, keep_step)
 
 
 class _Beams:
@@ -113,11 +160,17 @@ class _Beams:
         keeps = generation_config.return_dict_in_generate
         self._scores: list[torch.Tensor] | None = [] if keeps and generation_config.output_scores else None
         self._logits: list[torch.Tensor] | None = [] if keeps and generation_config.output_logits else None
-        #: The newest token of each beam, int64 `[prompts * beams]`.
-        self.tokens = input_ids[:, :0]
+        self._num_steps = 0
+        #: The newest token of each beam, and the row that it comes from, int64 `[prompts * beams]`.
+        self.tokens = self.origins = input_ids[:, :0]
         self.finished = FinishedBeams(model, self._prompts, self._candidates, input_ids.shape[1], generation_config)
 
-    def step(self, logits: torch.Tensor) -> Candidates:
+    @property
+    def are_done(self) -> bool:
+        """Whether the last step was the last that the length allows."""
+        return self._rules.is_last(self._prompt.shape[1] + self._num_steps)
+
+    def choose(self, logits: torch.Tensor) -> None:
         """Chooses the beams that go on, by logits `[prompts * beams, columns, vocabulary]`."""
         parcel = self._parcel
         log_probs = self._log_probabilities(logits)
@@ -130,10 +183,16 @@ class _Beams:
         torch.topk(still_running, k=self._beams, out=(parcel.running, parcel.chosen))
         going_on = parcel.places.gather(1, parcel.chosen)
         self.tokens = (going_on % self._vocabulary).view(-1)
+        self.origins = self._rows(going_on)
         if self._keeps_ids:
-            self._ids.reorder(self._rows(going_on))
+            self._ids.reorder(self.origins)
             self._ids.append(self.tokens)
-        candidates = parcel.fetch()
+        parcel.send()
+        self._num_steps += 1
+
+    def fetch(self) -> Candidates:
+        """What was chosen, on the host."""
+        candidates = self._parcel.fetch()
         self._history.append((candidates.places, candidates.chosen))
         return candidates
 
@@ -184,7 +243,7 @@ class _Beams:
 
     def _mark_hits(self) -> None:
         """Notes which candidates end here."""
-        parcel, length = self._parcel, self._prompt.shape[1] + len(self._history) + 1
+        parcel, length = self._parcel, self._prompt.shape[1] + self._num_steps + 1
         self._rules.remind(length)
         tokens = (parcel.places % self._vocabulary).view(-1)
 
@@ -240,6 +299,7 @@ class _Parcel:
         words = [-(-rows * columns * dtype.itemsize // 8) for rows, columns, dtype in shapes]
         self._there = torch.zeros(sum(words), dtype=torch.int64, device=device)
         self._here = torch.zeros(sum(words), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
 
         def views(memory: torch.Tensor) -> list[torch.Tensor]:
             parts = zip(memory.split(words), shapes, strict=True)
@@ -248,8 +308,15 @@ class _Parcel:
         self.places, self.chosen, self.scores, self.running, self.hits = views(self._there)
         self._views_here = views(self._here)
 
+    def send(self) -> None:
+        """Begins to copy it to the host."""
+        self._here.copy_(self._there, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
     def fetch(self) -> Candidates:
-        """The same on the CPU, until the next call; waits for the device."""
-        self._here.copy_(self._there)
+        """What was sent, on the CPU, until the next `send`; waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         places, chosen, scores, running, hits = self._views_here
         return Candidates(scores, hits, running, places.tolist(), chosen.tolist())

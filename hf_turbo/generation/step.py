@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
+from ..cache.ahead_rows import AheadRows
 from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from .columns import Columns
@@ -66,6 +67,7 @@ class DecodeSteps:
         self._cache: PagedCache = model_kwargs[CACHE_NAME]
         self._kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         self._inputs: dict[str, Any] = {}
+        self._is_taken = False
         self._mask: Columns | None = None
         self._positions: torch.Tensor | None = None
         self._used = 0
@@ -81,14 +83,31 @@ class DecodeSteps:
 
     def forward(self, tokens: torch.Tensor) -> Any:
         """The model's outputs for these tokens, int64 `[rows]`, contiguous."""
+        self._take(tokens)
+        outputs = self._model(**self._inputs)
+        self._is_taken = False
+        self._cache.model_is_as_it_was = self._alone
+        return outputs
+
+    def forward_ahead(self, tokens: torch.Tensor, origins: torch.Tensor, rows: AheadRows) -> Any:
+        """The same for rows that the host does not know yet, by a captured step.
+
+        None: there is none for them. Call `forward` once the host knows.
+        """
+        self._take(tokens)
+        outputs = self._model._hf_turbo.steps.run_ahead(self._cache, self._inputs, rows, origins)
+        self._is_taken = outputs is None
+        return outputs
+
+    def _take(self, tokens: torch.Tensor) -> None:
+        """Makes the step's arguments, unless that has been done."""
         column = tokens.unsqueeze(1)
-        if self._inputs:
+        if self._is_taken:
+            pass
+        elif self._inputs:
             self._advance(column)
         else:
             self._prepare(column)
-        outputs = self._model(**self._inputs)
-        self._cache.model_is_as_it_was = self._alone
-        return outputs
 
     def _prepare(self, column: torch.Tensor) -> None:
         self._inputs = self._model.prepare_inputs_for_generation(column, next_sequence_length=1, **self._kwargs)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers.utils import ModelOutput
 
+from ..cache.ahead_rows import AheadRows
 from ..cache.block_pool import BlockPool
 from ..cache.paged_cache import PagedCache
 from ..cache.step_cache import StepUnsuited
@@ -94,6 +95,35 @@ class StepGraphs:
             if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
                 return None
             return self._run(model, forward, cache, inputs)
+
+    def run_ahead(
+        self, cache: PagedCache, kwargs: dict[str, Any], rows: AheadRows, origins: torch.Tensor
+    ) -> ModelOutput | None:
+        """One decode step of rows that only the device knows, by a graph that is there already.
+
+        Args:
+            cache: whose rows they are; they are advanced here, and are to be caught up with.
+            kwargs: as of `run`.
+            rows: the cache's.
+            origins: int64 `[rows]`, the row that each goes on from.
+
+        Returns:
+            What the forward would return, or None: nothing has been done.
+        """
+        inputs = StepInputs.of(kwargs)
+        if inputs is None or not cache.model_is_as_it_was or "position_ids" not in inputs.tensors:
+            return None
+        device = inputs.tensors["input_ids"].device
+        with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            graph = self._graphs.get(inputs.key)
+            if graph is None or self._state is None or not self._state.same_memory() or not graph.serves(cache):
+                return None
+            tables = rows.advance(origins)
+            self._graphs.move_to_end(inputs.key)
+            self._order_streams()
+            graph.load(cache, inputs, tables)
+            self.num_replayed += 1
+            return graph.replay(cache, inputs.num_rows)
 
     def drop(self) -> None:
         """Forgets all graphs and gives their memory back."""

@@ -123,12 +123,18 @@ class StepGraph:
         self.output: ModelOutput | None = None
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tables_of: dict[int | None, tuple[int, int]] = {}
+        self._tables_of: dict[int | None, tuple[int, int] | None] = {}
         self._bases: list[tuple[Any, int, int]] = []
         self._versions: dict[int | None, int] = {}
 
-    def load(self, cache: PagedCache, inputs: StepInputs) -> None:
-        """Copies a step's inputs to where the graph reads them."""
+    def load(
+        self, cache: PagedCache, inputs: StepInputs, tables: dict[int | None, torch.Tensor] | None = None
+    ) -> None:
+        """Copies a step's inputs to where the graph reads them.
+
+        Args:
+            tables: block tables that are newer than the cache's own, by sliding window.
+        """
         for name, x in inputs.tensors.items():
             dim = inputs.batch_dim(name)
             target = self.tensors[name]
@@ -138,11 +144,11 @@ class StepGraph:
         self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
         for window, group in self.groups.items():
             table = cache.groups[window].table
-            state = table.state
-            if self._tables_of.get(window) != state:
-                mirror = table.tensor(self.device)
-                columns = min(mirror.shape[1], group.block_tables.shape[1])
-                group.block_tables[: len(mirror), :columns].copy_(mirror[:, :columns])
+            state = table.state if tables is None else None
+            if state is None or self._tables_of.get(window) != state:
+                newest = table.tensor(self.device) if tables is None else tables[window]
+                columns = min(newest.shape[1], group.block_tables.shape[1])
+                group.block_tables[: len(newest), :columns].copy_(newest[:, :columns])
                 self._tables_of[window] = state
 
     def compute(self, forward: Forward) -> ModelOutput:
@@ -183,8 +189,9 @@ class StepGraph:
 
     def serves(self, cache: PagedCache) -> bool:
         """Whether the graph reads this cache's blocks, and its rows fit."""
+        longest = max(cache.layout.lengths(cache.get_seq_length() + 1), default=0)
         for window, group in self.groups.items():
-            if cache.groups[window].table.width > group.block_tables.shape[1]:
+            if longest > group.block_tables.shape[1] * group.blocks.block_size:
                 return False
             if self._versions[window] != group.blocks.manager.version:
                 for layer in self.cache.layers:

@@ -43,8 +43,11 @@ def _copy_blocks_kernel(
     offsets = tl.load(offsets_ptr + tensor).to(tl.pointer_type(tl.int64))
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     mask = word < BLOCK_WORDS
-    source = _address(tl.load(pairs_ptr + 2 * pair), base, offsets, BLOCK_WORDS, ITEM_SIZE)
-    target = _address(tl.load(pairs_ptr + 2 * pair + 1), base, offsets, BLOCK_WORDS, ITEM_SIZE)
+    source_id, target_id = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
+    if source_id == target_id:
+        return
+    source = _address(source_id, base, offsets, BLOCK_WORDS, ITEM_SIZE)
+    target = _address(target_id, base, offsets, BLOCK_WORDS, ITEM_SIZE)
     tl.store(target + word, tl.load(source + word, mask=mask), mask=mask)
 
 
@@ -78,13 +81,13 @@ class LayerAddresses:
         in_one_piece = all(t[0].is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
         return alike and in_one_piece and first[0].numel() * first.element_size() % 16 == 0
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks, `(from, to)` by their ids; none is both."""
-        on_device = torch.tensor(pairs, dtype=torch.int32).to(self.device)
+    def copy(self, pairs: torch.Tensor) -> None:
+        """Copies blocks, int32 `[pairs, 2]`, from and to by their ids; no block is copied from and to. Equal ids: none.
+        """
         words = self.block_bytes // 4
         constants = (words, self.item_size, _WORDS)
         with torch.cuda.device(self.device):
             _launch_copy(
                 (self.device, constants), (ceil_div(words, _WORDS), len(self.bases), len(pairs)),
-                self.bases, self.offsets, on_device, *constants, num_warps=4,
+                self.bases, self.offsets, pairs, *constants, num_warps=4,
             )  # fmt: skip

@@ -197,7 +197,7 @@ def linear(
 def supports(
     x_rows: int, weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, *, activation: bool
 ) -> bool:
-    """Whether `linear` is the faster way for this shape, by a static table of what was measured.
+    """Whether `linear` takes these weights and is the faster way, by a static table of what was measured.
 
     No for a device, dtype or number of rows that nobody measured; then use `torch.nn.functional.linear`.
     """

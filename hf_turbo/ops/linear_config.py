@@ -103,7 +103,7 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
             config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=3)
         else:
             config = LinearConfig(block_n=64, block_k=128, num_warps=8, num_stages=4)
-    elif features > 65536:
+    elif features > 8192:
         if rows <= 32:
             config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)
         else:
@@ -124,8 +124,8 @@ def _fit(config: LinearConfig, rows: int, gated: bool, dtype: torch.dtype, facts
 
 
 def is_faster(dtype: torch.dtype, facts: DeviceFacts) -> bool:
-    """Whether the table's kernels beat cuBLAS there, at any shape: measured on an H200; elsewhere the answer is no.
+    """Whether the table's kernels beat cuBLAS and what comes after it, where both were measured: on an H200.
 
-    The activation and the residual are folded in, and are kernels of their own beside cuBLAS.
+    After cuBLAS, an activation or a residual is a kernel of its own; it is folded into ours.
     """
     return facts.capability == 90 and dtype in _MEASURED_DTYPES

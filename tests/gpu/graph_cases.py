@@ -91,9 +91,9 @@ def warmed_up(model) -> Outcome:
 
 @torch.no_grad()
 def forced(model, ids, start: int):
-    """Logits of a loop of the user's own `[rows, columns - start + 1, vocab]`, which says nothing of masks or positions.
+    """Logits of a loop of the user's own, `[rows, columns - start + 1, vocab]`.
 
-    The columns of `ids` before `start` come at once, those from it on one by one.
+    The columns of `ids` before `start` come at once, those from it on one by one, without mask or positions.
     """
     cache = hf_turbo.paged_cache(model) if hf_turbo.is_patched(model) else DynamicCache(config=model.config)
     parts = ids.split([start] + [1] * (ids.shape[1] - start), dim=1)
@@ -110,3 +110,8 @@ def settled() -> tuple[int, int]:
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def rows_of(count: int):
+    """A left-padded batch of so many rows."""
+    return on_gpu(ragged(*[3 + (5 * i) % 17 for i in range(count)]))

@@ -1,6 +1,5 @@
 """Captured decode steps under `generate()` and loops of the user's own: every text is that of the unpatched model."""
 
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,19 +10,15 @@ from graph_cases import (
     BATCH,
     GPU,
     NEW,
-    MiB,
-    assert_same,
     forced,
     on_gpu,
-    outcome,
     patched_model,
     replays,
-    settled,
+    rows_of,
     steps,
     stock_model,
-    warmed_up,
 )
-from helpers import assert_no_worse, assert_pool_accounts, forward, generate, groups, new_text, prompt, ragged, used_blocks
+from helpers import assert_pool_accounts, forward, generate, new_text, prompt, ragged, used_blocks
 from loop_cases import stock_loops
 from tiny_models import build
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -31,15 +26,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_turbo
 from hf_turbo.compat import CACHE_NAME
-from hf_turbo.modeling.graphs import MAX_GRAPHS
 from hf_turbo.patching import handle_of
 
 pytestmark = GPU
-
-
-@pytest.fixture(autouse=True)
-def _full_precision(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +186,17 @@ def test_two_caches_by_turns(pairs, name):
 # the user's own parts
 
 
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.seen.append("end")
+
+
 class Watcher(LogitsProcessor, StoppingCriteria):
     """A processor that forbids what it chose two calls ago, and a criterion that ends a row by its own count."""
 
@@ -214,17 +214,6 @@ class Watcher(LogitsProcessor, StoppingCriteria):
 class End(Watcher):
     def __call__(self, input_ids, scores, **kwargs):
         return super().__call__(input_ids, scores, is_end=True)
-
-
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.seen = []
-
-    def put(self, value):
-        self.seen.append(value.tolist())
-
-    def end(self):
-        self.seen.append("end")
 
 
 @pytest.mark.parametrize("parts", ["processor", "criterion", "streamer", "all"])
@@ -295,117 +284,6 @@ def test_a_second_turn_after_eos(pairs, name):
             inputs = {"input_ids": ids, "attention_mask": mask, CACHE_NAME: first[CACHE_NAME]}
             texts.append(new_text(one, inputs, 12))
     assert torch.equal(*texts)
-
-
-# sizes
-
-
-def rows_of(count):
-    return on_gpu(ragged(*[3 + (5 * i) % 17 for i in range(count)]))
-
-
-def test_numbers_of_rows(pairs):
-    """A graph for each number up to 8, and one for 9 to 16."""
-    stock, model = stock_model("llama"), patched_model("llama")
-    counts = [3, 2, 5, 9, 1, 16, 13]
-    for _ in range(2):
-        for count in counts:
-            with nullcontext() if count in (16, 13) else replays(model):
-                assert torch.equal(new_text(model, rows_of(count), 12), new_text(stock, rows_of(count), 12)), count
-    assert steps(model).num_captured == steps(model).num_graphs == 5
-
-
-def test_more_sizes_than_graphs_are_kept():
-    stock, model = stock_model("llama"), patched_model("llama")
-    counts = [*range(1, 9), 16, 24, 32, 40, 48, 56, 64, 96, 128, 160]
-    for count in [*counts, 1, 2]:
-        assert torch.equal(new_text(model, rows_of(count), 6), new_text(stock, rows_of(count), 6)), count
-        assert steps(model).num_graphs <= MAX_GRAPHS
-    assert steps(model).num_graphs == MAX_GRAPHS
-    captured = steps(model).num_captured
-    assert captured == len(counts) + 2
-    assert torch.equal(new_text(model, rows_of(257), 3), new_text(stock, rows_of(257), 3))
-    assert steps(model).num_captured == captured, "so many rows have no graph"
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_the_pool_grows_under_the_graphs(name):
-    """Blocks that are made later lie elsewhere."""
-    options = {"max_position_embeddings": 512}
-    stock, model = stock_model(name, **options), patched_model(name, **options)
-    warmed_up(model)
-    captured = steps(model).num_captured
-    with replays(model):
-        assert torch.equal(new_text(model, on_gpu(BATCH), 200), new_text(stock, on_gpu(BATCH), 200))
-    assert len(groups(model)[None].manager.segment_sizes) >= 3
-    assert steps(model).num_captured == captured
-
-
-def test_longer_than_the_model_was_made_for(pairs):
-    """More blocks than a graph has columns for."""
-    stock, model = stock_model("llama"), patched_model("llama")
-    warmed_up(model)
-    assert BATCH["input_ids"].shape[1] + 400 > stock.config.max_position_embeddings + 100
-    with replays(model):
-        assert torch.equal(new_text(model, on_gpu(BATCH), 400), new_text(stock, on_gpu(BATCH), 400))
-    assert steps(model).num_captured <= 4
-
-
-def test_release_between_calls():
-    """It gives the blocks' memory back although graphs have read it, and the next call has blocks of its own."""
-    options = {"head_dim": 64, "num_key_value_heads": 4}
-    stock, model = stock_model("llama", **options), patched_model("llama", block_size=64, **options)
-    inputs = on_gpu(prompt(8, 240))
-    expected, short = new_text(stock, inputs, 8), outcome(stock)
-    for _ in range(3):
-        with replays(model):
-            assert torch.equal(new_text(model, inputs, 8), expected)
-            assert_same(outcome(model), short)
-        pool = hf_turbo.report(model).pool_bytes
-        assert pool > 6 * MiB
-        before, _ = settled()
-        hf_turbo.release(model)
-        assert settled()[0] <= before - 0.9 * pool
-
-
-def test_many_calls_of_mixed_shapes():
-    """Memory stays as it is once every number of rows has come by."""
-    model = patched_model("llama", max_position_embeddings=512, block_size=64)
-    shapes = random.Random(0)
-    calls = [(rows, 300, 40) for rows in range(9, 0, -1)]
-    calls += [(shapes.randint(1, 9), shapes.randint(5, 300), shapes.randint(3, 40)) for _ in range(191)]
-    used = []
-    for rows, length, new in calls:
-        lengths = [length] + [shapes.randint(1, length) for _ in range(rows - 1)]
-        generate(model, on_gpu(ragged(*lengths)), new, return_dict_in_generate=False)
-        used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        assert steps(model).num_graphs <= MAX_GRAPHS
-    for kind in (0, 1):
-        assert max(one[kind] for one in used[60:]) <= used[59][kind] + 2 * MiB
-    assert steps(model).num_captured == 9
-    assert not handle_of(model).stepped_aside
-
-
-# autocast
-
-
-def test_autocast():
-    """Its copies of the weights are gone when its block ends; a graph doesn't read them after that."""
-    stock, model = stock_model("llama"), patched_model("llama")
-    full = outcome(stock)
-    ids = on_gpu(prompt(3, 30))
-    exact = forced(stock, ids, 10)
-    assert_same(warmed_up(model), full)
-    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-        with torch.autocast("cuda", dtype=dtype):
-            rounded = forced(stock, ids, 10)
-        for _ in range(2):
-            with torch.autocast("cuda", dtype=dtype):
-                got = forced(model, ids, 10)
-            assert_no_worse(got, rounded, exact)
-            garbage = [torch.full((n,), float("nan"), device="cuda") for n in (256, 512, 768, 1024, 2048) * 40]
-            del garbage
-    assert_same(outcome(model), full)
 
 
 # threads

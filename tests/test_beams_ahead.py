@@ -1,0 +1,128 @@
+"""Beams whose next step is launched before the host knows them, on a CPU: the tables that the device would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import generate, ragged, twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_step_graph import Step
+
+import hf_turbo
+from hf_turbo.cache.ahead_rows import AheadRows
+from hf_turbo.cache.block_pool import BlockPool
+from hf_turbo.cache.paged_cache import PagedCache
+from hf_turbo.generation import beam_loop
+from hf_turbo.modeling.fusion import STEP_RULES
+from hf_turbo.modeling.step_graph import StepInputs
+from hf_turbo.ops import dispatch
+from hf_turbo.patching import handle_of
+
+CPU = torch.device("cpu")
+
+
+class TablesStep(Step):
+    """Reads the blocks of the tables it is given, not those that the host knows of."""
+
+    def load(self, cache, inputs, tables):
+        super().load(cache, inputs, tables)
+        for window, group in self.groups.items():
+            metadata, size = group.plan.metadata, group.blocks.block_size
+            ends = [-(-length // size) for length in metadata.seq_lens_cpu]
+            geometry = zip(tables[window].tolist(), metadata.first_blocks_cpu, ends)
+            metadata.block_ids_cpu = [row[first:end] for row, first, end in geometry]
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Lets the loop go ahead on a CPU; counts the steps that did."""
+    monkeypatch.setattr(dispatch, "serves_linear", lambda rows, *args, activation: rows <= 64)
+    monkeypatch.setattr(beam_loop, "runs_ahead", lambda device: True)
+    launched = []
+
+    def patch(model):
+        handle = handle_of(model)
+        forward = type(model)._hf_turbo_original_class.forward
+
+        def run_ahead(cache, kwargs, rows, origins):
+            inputs = StepInputs.of(kwargs)
+            tables = rows.advance(origins)
+            graph = TablesStep(handle.pool, handle.sliding_windows, STEP_RULES, inputs, dict.fromkeys(cache.groups, 64))
+            graph.load(cache, inputs, tables)
+            launched.append(len(origins))
+            with torch.no_grad():
+                return graph.result(graph.compute(lambda **k: forward(model, **k)), cache, inputs.num_rows)
+
+        monkeypatch.setattr(handle.steps, "run_ahead", run_ahead)
+        return launched
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    "name, block_size", [("llama", 1), ("llama", 4), ("llama", 16), ("gemma3_text", 4), ("mistral", 2)]
+)
+def test_same_text(ahead, name, block_size):
+    stock, model = twins(name)
+    hf_turbo.patch(model, block_size=block_size)
+    launched = ahead(model)
+    for batch, new in ((ragged(9, 17), 14), (ragged(6), 18)):
+        options = {"num_beams": 4, "num_return_sequences": 3, "output_scores": True}
+        ours, theirs = generate(model, batch, new, **options), generate(stock, batch, new, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=1e-5, atol=1e-5)
+        cache = ours[hf_turbo.compat.CACHE_NAME]
+        assert cache.get_seq_length() == theirs[hf_turbo.compat.CACHE_NAME].get_seq_length()
+        del ours, cache
+    assert len(launched) > 20
+    assert hf_turbo.report(model).blocks_in_use == 0
+
+
+def test_ends_early(ahead):
+    """All beams end while one more step is under way: nothing of it stays."""
+    stock, model = twins("llama")
+    hf_turbo.patch(model, block_size=4)
+    ahead(model)
+    batch = ragged(5, 8)
+    eos = generate(stock, batch, 12, num_beams=3).sequences[:, 14].unique().tolist()
+    for early in (True, False, "never"):
+        options = {"num_beams": 3, "eos_token_id": eos, "pad_token_id": 0, "early_stopping": early}
+        ours, theirs = generate(model, batch, 30, **options), generate(stock, batch, 30, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        name = hf_turbo.compat.CACHE_NAME
+        assert ours[name].get_seq_length() == theirs[name].get_seq_length()
+        assert len(ours.sequences[0]) < 8 + 30
+        del ours
+    assert hf_turbo.report(model).blocks_in_use == 0
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_order(data):
+    """What each row holds after any changes of place, against lists; blocks are neither lost nor owned twice."""
+    size, rows, window = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 5)), None
+    pool = BlockPool(size)
+    cache = PagedCache(pool, [window])
+    length = data.draw(st.integers(1, 6))
+    texts = [[float(100 * row + i) for i in range(length)] for row in range(rows)]
+    keys = torch.tensor(texts)[:, None, :, None]
+    cache.layers[0].update(keys, keys)
+    assert AheadRows.is_possible(cache)
+    ahead = AheadRows(cache, CPU)
+    group = cache.groups[window]
+    for step in range(data.draw(st.integers(1, 9))):
+        origins = data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows))
+        table = ahead.advance(torch.tensor(origins))[window].tolist()
+        texts = [[*texts[row], float(1000 * step + i)] for i, row in enumerate(origins)]
+        kv = cache.layers[0].kv()
+        for row, text in enumerate(texts):
+            block = table[row][(len(text) - 1) // size]
+            for segments in (kv.k_segments, kv.v_segments):
+                segments[block >> 23][block & (1 << 23) - 1, 0, (len(text) - 1) % size, 0] = text[-1]
+        ahead.catch_up(origins, keep_step=True)
+        assert [r[: len(mine)] for r, mine in zip(table, group.table.rows)] == group.table.rows
+        assert cache.layers[0].keys[:, 0, :, 0].tolist() == texts
+        assert pool.group(window).manager.num_used == group.table.num_live_blocks + rows
+    ahead.release()
+    assert pool.group(window).manager.num_used == group.table.num_live_blocks
