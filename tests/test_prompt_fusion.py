@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_fusion
+from hf_turbo.modeling.prompt_forward import pays
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
 from hf_turbo.ops.deferred import DeferredMode
 
@@ -65,3 +67,14 @@ def test_what_a_llama_comes_to():
             output = model(prompt, **{CACHE_NAME: hf_turbo.paged_cache(model)}, logits_to_keep=1)
             each.tensor(output.logits)
     assert mode.num_launched <= 8 < plain.num_launched // 8
+
+
+def test_only_prompts_that_keep_a_gpu_busy():
+    """Sixteen thousand tokens of an 8B model do, four thousand don't, and no prompt of a small model does."""
+    sizes = {"vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
+    large = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **sizes)
+    small = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, **sizes)
+    with torch.device("meta"):
+        large, small = LlamaForCausalLM(large), LlamaForCausalLM(small)
+    assert pays(large, 16384, 32) and not pays(large, 4096, 32)
+    assert not pays(small, 131072, 30)

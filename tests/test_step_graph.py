@@ -19,7 +19,6 @@ UNSUITED = {
     "biogpt": "reads the cache's length",
     "ctrl": "reads the cache's length",
     "opt": "reads the cache's length",
-    "qwen2_moe": "not of the layers' window",
 }
 NAMES = [name for name in ZOO if in_this_transformers(name)]
 

@@ -28,6 +28,9 @@ NAME = "hf_turbo"
 
 logger = logging.getLogger("hf_turbo")
 
+#: In a captured step: a mask that is made but that no layer may use.
+_OTHER_MASK = object()
+
 #: Arguments that reach an attention function without changing what it computes here.
 _HARMLESS = {
     "position_ids", "position_embeddings", "use_cache", "output_hidden_states", "return_dict", "cache_position",
@@ -90,9 +93,7 @@ def attention_mask(
     plain = allow_is_causal_skip and not use_vmap and _is_causal_window(mask_function, local_size)
     fits = plain and layer.group.sliding_window == local_size
     if isinstance(layer, StepLayer):
-        if not fits:
-            raise StepUnsuited("the mask is not the causal one, or not of the layers' window")
-        return layer.group.plan
+        return layer.group.plan if fits else _OTHER_MASK
     if not fits:
         return stock_mask()
     if not layer.group.layout.read_padding(attention_mask, batch_size, layer.length, q_length):
@@ -121,6 +122,8 @@ def attention(
     """
     layer: PagedLayer | StepLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if isinstance(layer, StepLayer):
+        if attention_mask is _OTHER_MASK:
+            raise StepUnsuited("the mask is not the causal one, or not of the layers' window")
         if attention_mask is not layer.group.plan or getattr(value, LAYER_ATTRIBUTE, None) is not layer:
             raise StepUnsuited("a layer attends to something else than what it caches")
         if dropout or _unusual(kwargs):

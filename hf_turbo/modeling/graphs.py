@@ -191,7 +191,8 @@ class StepGraphs:
             self._state = ModelState(model)
         reason = why_not_captured(model)
         if reason is not None:
-            return self._refuse(reason)  # type: ignore[func-returns-value]
+            self._refuse(reason)
+            return None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
@@ -204,10 +205,12 @@ class StepGraphs:
             result = graph.result(graph.compute(forward), cache, inputs.num_rows)
             graph.capture(forward, self._pool, self._stream)  # type: ignore[arg-type]
         except StepUnsuited as error:
-            return self._refuse(str(error))  # type: ignore[func-returns-value]
-        except (RuntimeError, NotImplementedError) as error:
+            self._refuse(str(error))
+            return None
+        except Exception as error:  # whatever the model's code says to tensors without numbers
             reason = f"capturing the step failed: {error}".splitlines()[0]
-            return self._refuse(reason)  # type: ignore[func-returns-value]
+            self._refuse(reason)
+            return None
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         self._graphs[inputs.key] = graph

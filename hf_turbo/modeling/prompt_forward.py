@@ -18,17 +18,20 @@ from .model_state import is_watched, why_not_captured
 from .prompt_fusion import PROMPT_RULES, TRANSIENT
 from .step_graph import Forward
 
-#: Tokens from which on it pays.
-MIN_TOKENS = 4096
+#: Products that make up for the host's time: about 5 ms a layer, by multiply-adds that a large GPU does in twice that.
+WORK_PER_LAYER = 3.5e12
 
 
 def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> Any:
     """What `forward(**kwargs)` returns, or None: this is not a long prompt, or one that goes the model's own way."""
     inputs = kwargs.get("inputs_embeds")
     inputs = kwargs.get("input_ids") if inputs is None else inputs
-    if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2 or inputs.shape[0] * inputs.shape[1] < MIN_TOKENS:
+    cache = kwargs.get(CACHE_NAME)
+    if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2 or inputs.shape[1] == 1:
         return None
-    if not isinstance(kwargs.get(CACHE_NAME), PagedCache) or torch.is_grad_enabled() or not uses_triton(inputs.device):
+    if not isinstance(cache, PagedCache) or torch.is_grad_enabled() or not uses_triton(inputs.device):
+        return None
+    if not pays(model, inputs.shape[0] * inputs.shape[1], len(cache.layers)):
         return None
     if is_watched() or why_not_captured(model) is not None:
         return None
@@ -36,3 +39,9 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> Any:
     with mode:
         output = forward(**kwargs)
     return tree_map(mode.tensor, output)
+
+
+def pays(model: Any, num_tokens: int, num_layers: int) -> bool:
+    """Whether the GPU works on a prompt for long enough that the host keeps ahead of it."""
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # experts have three dimensions
+    return num_tokens * weights >= WORK_PER_LAYER * num_layers

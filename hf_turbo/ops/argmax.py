@@ -1,7 +1,6 @@
 """The largest of each row of logits (Triton): many programs a row, where torch has one block of threads."""
 
 # A Triton kernel's parameters have no types that Python could check.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 

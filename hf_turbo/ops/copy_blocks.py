@@ -1,7 +1,6 @@
 """Copies whole blocks in every layer of a group in one launch (Triton)."""
 
 # A Triton kernel's parameters have no types that Python could check.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ and reads its own first weights, which no kernel writes, before it waits for the
 """
 
 # A Triton kernel's parameters have no types that Python could check.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 

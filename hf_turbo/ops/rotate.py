@@ -1,7 +1,6 @@
 """Rotary embedding of a long prompt's heads (Triton): read once, written once."""
 
 # A Triton kernel's parameters have no types that Python could check.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 

@@ -197,23 +197,28 @@ class Recorder(BaseStreamer):
         self.seen.append("end")
 
 
-class Watcher(LogitsProcessor, StoppingCriteria):
-    """A processor that forbids what it chose two calls ago, and a criterion that ends a row by its own count."""
+class ForbidsOlder(LogitsProcessor):
+    """Forbids what it liked best at the call before."""
 
-    def __init__(self, length):
-        self.length, self.past, self.seen = length, [], []
+    def __init__(self):
+        self.last, self.seen = None, []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        best, last = scores.argmax(-1, keepdim=True), self.last
+        self.last = best
+        return scores if last is None else scores.scatter(1, last, float("-inf"))
+
+
+class EndsAt(StoppingCriteria):
+    """Ends all rows at its n-th call."""
+
+    def __init__(self, n):
+        self.n, self.seen = n, []
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.seen.append(tuple(input_ids.shape))
-        if kwargs.pop("is_end", False):
-            return torch.full((len(input_ids),), len(self.seen) >= self.length, device=input_ids.device)
-        self.past.append(scores.argmax(-1, keepdim=True))
-        return scores.scatter(1, self.past[-2], float("-inf")) if len(self.past) > 1 else scores
-
-
-class End(Watcher):
-    def __call__(self, input_ids, scores, **kwargs):
-        return super().__call__(input_ids, scores, is_end=True)
+        self.seen.append(input_ids.tolist())
+        return torch.full((len(input_ids),), len(self.seen) >= self.n, device=input_ids.device)
 
 
 @pytest.mark.parametrize("parts", ["processor", "criterion", "streamer", "all"])
@@ -224,7 +229,7 @@ def test_parts_of_the_users_own(pairs, parts):
     eos = generate(pair[0], ids, NEW).sequences[0, -3].item()
     results = []
     for model in pair:
-        processor, end, streamer = Watcher(0), End(17), Recorder()
+        processor, end, streamer = ForbidsOlder(), EndsAt(17), Recorder()
         options = {"eos_token_id": eos}
         if parts in ("processor", "all"):
             options["logits_processor"] = LogitsProcessorList([processor])
