@@ -6,7 +6,18 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
-from helpers import accelerated, generate, groups, needs_gpu, new_text, prompt, ragged, stepped_aside, twins
+from helpers import (
+    accelerated,
+    assert_no_worse,
+    generate,
+    groups,
+    needs_gpu,
+    new_text,
+    prompt,
+    ragged,
+    stepped_aside,
+    twins,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import build
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -241,3 +252,26 @@ def test_continuous_batching_is_as_unpatched(implementation):
     with accelerated(model):  # what it changes on the config is undone
         assert torch.equal(new_text(model, BATCH), new_text(stock, BATCH))
     assert all("attention implementation" not in reason for reason in stepped_aside(model))
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_autocast(attn_implementation):
+    """Keys that were rotated in fp32 and values in bf16 share blocks; logits are as precise as the unpatched model's."""
+    stock, model = twins("llama", attn_implementation=attn_implementation)
+    exact = generate(stock, ragged(5, 9), 6, output_logits=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = generate(stock, ragged(5, 9), 6, output_logits=True)
+        ours = generate(model, ragged(5, 9), 6, output_logits=True)
+    assert not stepped_aside(model)
+    assert_no_worse(ours.logits[0], theirs.logits[0], exact.logits[0])
+    assert_no_worse(ours.logits[1], theirs.logits[1], exact.logits[1])
+
+
+def test_inference_mode_and_out_of_it():
+    """What a call in inference mode has made serves later calls that grow it outside."""
+    stock, model = twins("gemma3_text", block_size=4)
+    with torch.inference_mode():
+        assert torch.equal(new_text(model, ragged(5, 9)), new_text(stock, ragged(5, 9)))
+    assert torch.equal(new_text(model, ragged(30, 9, 50), 40), new_text(stock, ragged(30, 9, 50), 40))
+    with torch.inference_mode():
+        assert torch.equal(new_text(model, ragged(5, 60), 40), new_text(stock, ragged(5, 60), 40))

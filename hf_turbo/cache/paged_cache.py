@@ -190,6 +190,9 @@ class PagedLayer(CacheLayerMixin):
         if DeferredMode.is_active():
             with DeferredMode.set_aside() as mode:
                 return self.update(mode.tensor(key_states), mode.tensor(value_states))
+        if torch.is_autocast_enabled(key_states.device.type):  # keys and values may come in different dtypes
+            dtype = torch.get_autocast_dtype(key_states.device.type)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         start, (num_rows, _, q_len, _) = self.length, key_states.shape
         plan = self.group.plan
         if plan is None or not plan.fits(start, num_rows, q_len):

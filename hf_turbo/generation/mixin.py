@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -128,11 +129,17 @@ def _forward_of(original: Any) -> Any:
     Transformers reads the names of the arguments off it.
     """
 
+    names = list(inspect.signature(original.forward).parameters)[1:]
+
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own, handle = partial(original.forward, self), self._hf_turbo
-        if args or handle.model_reason or torch.compiler.is_compiling():
+        if handle.model_reason or torch.compiler.is_compiling() or len(args) > len(names):
             return own(*args, **kwargs)
+        named = dict(zip(names, args, strict=False))
+        if not kwargs.keys().isdisjoint(named):
+            return own(*args, **kwargs)  # an error that the model's own words fit
+        kwargs |= named
         output = handle.steps.run(self, own, kwargs)
         if output is None and handle.config.fused_layers:
             output = forward_prompt(self, own, kwargs)

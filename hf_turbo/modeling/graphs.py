@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +55,6 @@ class StepGraphs:
         self._state: ModelState | None = None
         self._refusal: str | None = None
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self.num_captured = self.num_replayed = self.num_dropped = 0
 
@@ -90,6 +90,8 @@ class StepGraphs:
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
         device = inputs.tensors["input_ids"].device
+        if torch.is_autocast_enabled("cuda"):  # it keeps copies of weights, for longer than a forward
+            return None
         # What is made here outlives the call, and the next one may be outside of an inference mode.
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
@@ -193,9 +195,8 @@ class StepGraphs:
         if reason is not None:
             self._refuse(reason)
             return None
-        if self._pool is None:
+        if not self._graphs:  # a pool whose graphs are all gone is gone, too
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream()
         before = torch.cuda.memory_reserved()
         rules = STEP_RULES if self._owner.config.fused_layers else ()
         graph = StepGraph(self._owner.pool, self._owner.sliding_windows, rules, inputs, self._columns(model, cache))
@@ -203,9 +204,12 @@ class StepGraphs:
         try:
             graph.load(cache, inputs)
             result = graph.result(graph.compute(forward), cache, inputs.num_rows)
-            graph.capture(forward, self._pool, self._stream)  # type: ignore[arg-type]
+            graph.capture(forward, self._pool, _capture_stream(graph.device))
         except StepUnsuited as error:
             self._refuse(str(error))
+            return None
+        except torch.OutOfMemoryError:
+            self.drop()  # the model's own way may yet fit
             return None
         except Exception as error:  # whatever the model's code says to tensors without numbers
             reason = f"capturing the step failed: {error}".splitlines()[0]
@@ -234,3 +238,9 @@ class StepGraphs:
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all models: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.modules import module as global_hooks
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig
 
 #: Hooks of Transformers itself that do nothing unless hidden states or attentions are asked for.
@@ -37,6 +38,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = [x for module in model.modules() for x in _tensors(module)]
+        self._classes = list({type(module) for module in model.modules()})
         self._places = self._places_now()
         attributes = list(_dicts(model))
         containers = [x for held in attributes for x in _containers(held)]
@@ -53,12 +55,13 @@ class ModelState:
 
     def unchanged(self) -> bool:
         """Whether all that a forward's Python code could see is as it was."""
-        num_visible = sum(map(len, self._dicts)) + sum(map(len, self._others))
+        num_visible = sum(map(len, self._dicts)) + sum(map(len, self._others)) + len(self._classes)
         return num_visible == len(self._seen) and all(map(operator.is_, self._visible(), self._seen))
 
     def _visible(self) -> Iterator[Any]:
-        """The values of all attributes, and what is in those that are containers. (One pass, in C.)"""
-        return chain(chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._others))
+        """The values of all attributes, what is in those that are containers, and what runs. (One pass, in C.)"""
+        attributes = chain.from_iterable(map(dict.values, self._dicts))
+        return chain(attributes, chain.from_iterable(self._others), (cls.forward for cls in self._classes))
 
     def _places_now(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._tensors))
@@ -66,8 +69,6 @@ class ModelState:
 
 def why_not_captured(model: nn.Module) -> str | None:
     """Why a forward of this model has effects that a captured one would leave out; None if it has none."""
-    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
-        return "there are hooks on all modules"
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         return f"the model is spread over {', '.join(sorted(map(str, devices)))}"
@@ -77,8 +78,8 @@ def why_not_captured(model: nn.Module) -> str | None:
             return f"{name or 'the model'} has a forward hook"
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
             return f"the forward of {name or 'the model'} was replaced"
-        if module.training:
-            return "the model is in training mode"
+        if module.training and (module is model or (isinstance(module, _DropoutNd) and module.p)):
+            return f"{name or 'the model'} is in training mode"
         if _reads_positions(module):
             return "its rotary embedding chooses frequencies by the positions, on the host"
     return None
@@ -125,5 +126,6 @@ def settings() -> tuple[Any, ...]:
 
 
 def is_watched() -> bool:
-    """Whether a mode of the caller's sees every operation, which one that is captured or fused would not show it."""
-    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())
+    """Whether somebody sees every operation or every module's call, which captured or fused ones would not show."""
+    hooks = global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks
+    return bool(hooks or _len_torch_dispatch_stack() or _len_torch_function_stack())

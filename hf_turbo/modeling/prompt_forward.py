@@ -33,7 +33,7 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> Any:
         return None
     if not pays(model, inputs.shape[0] * inputs.shape[1], len(cache.layers)):
         return None
-    if is_watched() or why_not_captured(model) is not None:
+    if is_watched() or torch.is_autocast_enabled("cuda") or why_not_captured(model) is not None:
         return None
     mode = DeferredMode(PROMPT_RULES, inputs.device, transient=TRANSIENT)
     with mode:

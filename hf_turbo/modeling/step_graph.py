@@ -7,7 +7,8 @@ cache of the model.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,7 @@ class StepGraph:
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables_of: dict[int | None, tuple[int, int] | None] = {}
-        self._bases: list[tuple[Any, int, int]] = []
+        self._bases: list[tuple[int, Any, int, int]] = []
         self._versions: dict[int | None, int] = {}
 
     def load(
@@ -174,7 +175,8 @@ class StepGraph:
         try:
             with torch.cuda.stream(stream):
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                with _own_random_state(self.device):
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     self.output = self.compute(forward)
                 finally:
@@ -184,7 +186,7 @@ class StepGraph:
             if was_enabled:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
-        self._bases = [(layer.store, *_base(layer.store)) for layer in self.cache.layers]
+        self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers) if x.store is not None]
         self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
 
     def serves(self, cache: PagedCache) -> bool:
@@ -195,12 +197,12 @@ class StepGraph:
                 return False
             if self._versions[window] != group.blocks.manager.version:
                 for layer in self.cache.layers:
-                    if layer.group is group:
-                        group.blocks.cover(layer.store)  # type: ignore[arg-type]  # found when captured
+                    if layer.group is group and layer.store is not None:
+                        group.blocks.cover(layer.store)
                 self._versions[window] = group.blocks.manager.version
-                if any(_base(store) != (k, v) for store, k, v in self._bases):
+                if any(_base(store) != (k, v) for _, store, k, v in self._bases):
                     return False
-        return all(mine[0] is theirs.store for mine, theirs in zip(self._bases, cache.layers, strict=True))
+        return all(cache.layers[i].store is store for i, store, _, _ in self._bases)
 
     def replay(self, cache: PagedCache, num_rows: int) -> ModelOutput:
         """Runs the captured step on the current stream."""
@@ -223,3 +225,18 @@ class StepGraph:
 def _base(store: Any) -> tuple[int, int]:
     """Where a layer's first segment of keys and of values lies."""
     return store.kv.k_segments[0].data_ptr(), store.kv.v_segments[0].data_ptr()
+
+
+@contextmanager
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    """Whatever begins in this block takes a copy of the random generator's state for its own.
+
+    A capture marks the state that it finds; other threads could not draw numbers from it until the end.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(state)
