@@ -256,7 +256,7 @@ def test_continuous_batching_is_as_unpatched(implementation):
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 def test_autocast(attn_implementation):
-    """Keys that were rotated in fp32 and values in bf16 share blocks; logits are as precise as the unpatched model's."""
+    """Keys that were rotated in fp32 and values in bf16 share blocks; logits are as precise as the stock model's."""
     stock, model = twins("llama", attn_implementation=attn_implementation)
     exact = generate(stock, ragged(5, 9), 6, output_logits=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -129,7 +129,8 @@ def _forward_of(original: Any) -> Any:
     Transformers reads the names of the arguments off it.
     """
 
-    names = list(inspect.signature(original.forward).parameters)[1:]
+    parameters = list(inspect.signature(original.forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
