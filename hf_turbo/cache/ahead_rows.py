@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ops.transfer import to_device
 from .paged_cache import LayerGroup, PagedCache
 
 
@@ -81,7 +82,7 @@ class _AheadGroup:
         self.group = group
         self._device = device
         self._spares = group.table.group.allocate(len(group.table.rows))
-        self._spares_there = torch.tensor(self._spares, dtype=torch.int32, device=device)
+        self._spares_there = to_device(self._spares, device, torch.int32)
         self._tables = group.table.tensor(device).clone()
         self._rows = torch.arange(len(self._spares), device=device)
         self._columns: list[int] = []
@@ -96,7 +97,7 @@ class _AheadGroup:
         last = tables.gather(1, self._columns_there)[:, 0]
         moved = origins != self._rows
         if any(self._is_new):
-            is_new = torch.tensor(self._is_new, device=self._device)
+            is_new = to_device(self._is_new, self._device)
             target = torch.where(moved | is_new, self._spares_there, last)
             source = torch.where(moved & ~is_new, last, target)
         else:
@@ -128,7 +129,7 @@ class _AheadGroup:
         for row, block in zip(used, blocks.allocate(len(used)), strict=True):
             self._spares[row] = block
         if used:
-            self._spares_there = torch.tensor(self._spares, dtype=torch.int32).to(self._device)
+            self._spares_there = to_device(self._spares, self._device, torch.int32)
 
     def release(self) -> None:
         self.group.table.group.release(self._spares)
@@ -138,7 +139,7 @@ class _AheadGroup:
         if columns == self._columns:
             return
         self._columns = columns
-        self._columns_there = torch.tensor(columns, device=self._device)[:, None]
+        self._columns_there = to_device(columns, self._device)[:, None]
         missing = max(columns) + 1 - self._tables.shape[1]
         if missing > 0:
             self._tables = torch.nn.functional.pad(self._tables, (0, missing + 64))

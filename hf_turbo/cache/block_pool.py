@@ -13,6 +13,7 @@ import torch
 from ..ops.block_ids import SEGMENT_BITS, SEGMENT_MASK
 from ..ops.dispatch import layer_addresses, uses_triton
 from ..ops.metadata import LayerKV
+from ..ops.transfer import to_device
 from .block_manager import BlockManager
 
 #: A pool that must grow takes this share of itself beyond what is needed now: few segments, little slack.
@@ -35,7 +36,7 @@ class BlockCopies:
     def on(self, device: torch.device) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
         """Per pair of segments, the blocks' indices in them, int64."""
         if device not in self._on:
-            pairs = {segments: torch.tensor(indices).T.to(device) for segments, indices in self._by_segment.items()}
+            pairs = {segments: to_device(indices, device).T for segments, indices in self._by_segment.items()}
             self._on[device] = {segments: (both[0], both[1]) for segments, both in pairs.items()}
         return self._on[device]
 
@@ -184,7 +185,7 @@ class BlockGroup:
         """Copies blocks in these layers, `(from, to)`; none is both."""
         addresses = self._addresses_of(stores)
         if addresses is not None:
-            addresses.copy(torch.tensor(pairs, dtype=torch.int32).to(addresses.device))
+            addresses.copy(to_device(pairs, addresses.device, torch.int32))
             return
         at_once = BlockCopies(pairs)
         for store in stores:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ops.transfer import to_device
 from .block_pool import BlockGroup
 
 _numbers = itertools.count()
@@ -125,7 +126,7 @@ class BlockTable:
             self._mirror = None
         self._flush()
         if self._mirror is not None:
-            self._mirror = self._mirror.index_select(0, torch.tensor(indices, device=self._mirror.device))
+            self._mirror = self._mirror.index_select(0, to_device(list(indices), self._mirror.device))
 
     def _num_shared(self, a: int, b: int) -> int:
         """How many of its first blocks row `a` has in common with row `b`.
@@ -169,7 +170,7 @@ class BlockTable:
             filled = [[0] * f + row for f, row in zip(self.first, self.rows, strict=True)]
             padded = [row + [0] * (columns - len(row)) for row in filled]
             with torch.inference_mode(False):  # a later step, outside of that mode, may write to it
-                self._mirror = torch.tensor(padded, dtype=torch.int32).reshape(len(padded), columns).to(device)
+                self._mirror = to_device(padded, device, torch.int32).reshape(len(padded), columns)
             self._changes.clear()
         self._flush()
         return self._mirror  # type: ignore[return-value]
@@ -178,8 +179,8 @@ class BlockTable:
         """Brings the mirror up to date, or gives it up where it has become too narrow."""
         if self._mirror is not None and self._changes:
             if max(column for _, column in self._changes) < self._mirror.shape[1]:
-                changes = torch.tensor([(*place, block) for place, block in self._changes.items()])
-                rows, columns, ids = changes.T.to(self._mirror.device)
+                changes = [(*place, block) for place, block in self._changes.items()]
+                rows, columns, ids = to_device(changes, self._mirror.device).T
                 self._mirror.index_put_((rows, columns), ids.to(torch.int32))
             else:
                 self._mirror = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..ops.metadata import AttentionMetadata
+from ..ops.transfer import to_device
 from .block_table import BlockTable
 
 
@@ -151,7 +152,7 @@ def make_plan(
         num_rows = len(q_lens)
         aligned = [0] * (-num_rows % 4)  # kernels are specialised on pointers that are multiples of 16 bytes
         both = [*new_lens[::step], *aligned, 0, *itertools.accumulate(q_lens)]
-        lens_and_starts = torch.tensor(both, dtype=torch.int32).to(device)
+        lens_and_starts = to_device(both, device, torch.int32)
         return AttentionMetadata(
             block_tables=table.tensor(device)[::step],
             seq_lens=lens_and_starts[:num_rows],
@@ -190,7 +191,7 @@ def _real_tokens(q_lens: Sequence[int], q_len: int, device: torch.device) -> tor
         return None
     lens = torch.tensor(q_lens)
     columns = torch.arange(q_len)
-    return (columns >= q_len - lens[:, None]).flatten().nonzero()[:, 0].to(device)
+    return (columns >= q_len - lens[:, None]).flatten().nonzero()[:, 0].to(device, non_blocking=True)
 
 
 def _pack(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:

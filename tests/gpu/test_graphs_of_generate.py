@@ -1,6 +1,7 @@
 """Captured decode steps under `generate()` and loops of the user's own: every text is that of the unpatched model."""
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -356,3 +357,24 @@ def test_a_thread_that_draws_while_steps_are_captured(pairs, shared):
             stop.set()
         assert sampling.result(timeout=60) > 0
     assert not handle_of(model).stepped_aside
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 4}], ids=str)
+def test_no_step_waits_for_the_device(pairs, options):
+    """A longer text makes the host wait no more often than a short one."""
+    _, model = pairs("llama")
+    inputs = on_gpu(BATCH)
+
+    def waits(new_tokens):
+        torch.manual_seed(0)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                generate(model, inputs, new_tokens, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(warning.message) for warning in seen)
+
+    waits(40)  # captures
+    assert waits(40) == waits(10)
