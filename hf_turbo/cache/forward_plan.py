@@ -110,7 +110,7 @@ class ForwardPlan:
 
     def pack_stored(self, x: torch.Tensor) -> torch.Tensor:
         """The same for the rows that are stored."""
-        return _pack(x[:: self.copies_per_row], self.store_index)
+        return _pack(x if self.copies_per_row == 1 else x[:: self.copies_per_row], self.store_index)
 
     def unpack(self, out: torch.Tensor) -> torch.Tensor:
         """`[total_q, heads, dim]` -> `[batch, q_len, heads, dim]`, zeros at padding."""

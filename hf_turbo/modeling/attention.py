@@ -155,7 +155,8 @@ def attention(
 
     if layer is None or plan is None or not unchanged or dropout or _unusual(kwargs):
         return stock()
-    query = query.to(key.dtype)  # no other than the cache's, but under autocast
+    if query.dtype != key.dtype:  # under autocast
+        query = query.to(key.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     metadata = plan.metadata.on(query.device)
     if metadata.is_fresh:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -132,7 +133,7 @@ class DeferredMode(TorchDispatchMode):
     @staticmethod
     def is_active() -> bool:
         """Whether a deferred forward is under way in this thread."""
-        return isinstance(_get_current_dispatch_mode(), DeferredMode)
+        return bool(_len_torch_dispatch_stack()) and isinstance(_get_current_dispatch_mode(), DeferredMode)
 
     def tensor(self, x: Any) -> Any:
         """The numbers of a deferred tensor; anything else as it is."""

@@ -29,11 +29,15 @@ def store_kv(
         new = slice(taken + q_len - (seq_len - first), taken + q_len)
         ids, dead = metadata.block_ids_cpu[row], metadata.first_blocks_cpu[row]
         taken += q_len
-        if seq_len - first == 1:
+        if seq_len - first == 1:  # a decode step: as few operations as can be
             block, offset = ids[first // size - dead], first % size
             segment, index = block >> SEGMENT_BITS, block & SEGMENT_MASK
-            kv.k_segments[segment].select(0, index).select(1, offset).copy_(k[new.start])
-            kv.v_segments[segment].select(0, index).select(1, offset).copy_(v[new.start])
+            for segments, x in ((kv.k_segments, k), (kv.v_segments, v)):
+                blocks = segments[segment]
+                by_block, by_head, by_token, _ = blocks.stride()
+                place = blocks.storage_offset() + index * by_block + offset * by_token
+                target = blocks.as_strided((1, *x.shape[1:]), (0, by_head, 1), place)
+                target.copy_(x if len(x) == 1 else x[new.start : new.stop])
         elif seq_len > first:
             positions = torch.arange(first, seq_len)
             blocks = torch.tensor(ids)[positions // size - dead]
@@ -73,6 +77,13 @@ def paged_attention(
         keys, values = _read_even_rows(kv, metadata, metadata.even_rows)
         return attend(q.unsqueeze(2), keys, values, softmax_scale, None, logit_softcap, sinks).squeeze(2)
     outs, taken, window = [], 0, metadata.sliding_window
+    if len(q) == metadata.num_seqs == 1 and logit_softcap is None and sinks is None:
+        # A decode step of one row, which Python's own work is a part of: nothing to go through.
+        [seq_len], [runs], offset = metadata.seq_lens_cpu, metadata.runs, metadata.first_blocks_cpu[0] * kv.block_size
+        first = 0 if window is None else max(seq_len - window, 0)
+        keys, values = _read(kv, runs, first - offset, seq_len - offset)
+        rows = q.view(1, keys.shape[1], -1, q.shape[2])  # the queries of a KV head
+        return F.scaled_dot_product_attention(rows, keys, values, scale=softmax_scale).view(1, q.shape[1], -1)
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
         if q_len == 0:
             continue
