@@ -31,13 +31,8 @@ def store_kv(
         taken += q_len
         if seq_len - first == 1:  # a decode step: as few operations as can be
             block, offset = ids[first // size - dead], first % size
-            segment, index = block >> SEGMENT_BITS, block & SEGMENT_MASK
-            for segments, x in ((kv.k_segments, k), (kv.v_segments, v)):
-                blocks = segments[segment]
-                by_block, by_head, by_token, _ = blocks.stride()
-                place = blocks.storage_offset() + index * by_block + offset * by_token
-                target = blocks.as_strided((1, *x.shape[1:]), (0, by_head, 1), place)
-                target.copy_(x if len(x) == 1 else x[new.start : new.stop])
+            for side, x in ((kv.k_segments, k), (kv.v_segments, v)):
+                _store_token(side[block >> SEGMENT_BITS], block & SEGMENT_MASK, offset, x if len(x) == 1 else x[new])
         elif seq_len > first:
             positions = torch.arange(first, seq_len)
             blocks = torch.tensor(ids)[positions // size - dead]
@@ -51,6 +46,13 @@ def store_kv(
                 place = ((blocks[here] & SEGMENT_MASK).to(k.device), (positions[here] % size).to(k.device))
                 kv.k_segments[segment].transpose(1, 2)[place] = k[new][here]
                 kv.v_segments[segment].transpose(1, 2)[place] = v[new][here]
+
+
+def _store_token(blocks: torch.Tensor, index: int, offset: int, x: torch.Tensor) -> None:
+    """Writes one token, `[1, num_kv_heads, dim]`, to a block."""
+    by_block, by_head, by_token, _ = blocks.stride()
+    place = blocks.storage_offset() + index * by_block + offset * by_token
+    blocks.as_strided((1, *x.shape[1:]), (0, by_head, 1), place).copy_(x)
 
 
 def paged_attention(
