@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import stepped_aside
 from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_turbo
 from hf_turbo.compat import CACHE_NAME
-from hf_turbo.modeling import prompt_fusion
+from hf_turbo.modeling import prompt_forward, prompt_fusion
 from hf_turbo.modeling.prompt_forward import pays
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
 from hf_turbo.ops.deferred import DeferredMode
@@ -78,3 +79,43 @@ def test_only_prompts_that_keep_a_gpu_busy():
         large, small = LlamaForCausalLM(large), LlamaForCausalLM(small)
     assert pays(large, 16384, 32) and not pays(large, 4096, 32)
     assert not pays(small, 131072, 30)
+
+
+def test_what_fails_goes_the_models_own_way(monkeypatch):
+    """Code that can't do with tensors without numbers: the same logits, a reason, and a cache to go on with."""
+    model = build("llama")
+    prompt, mask, positions = left_padded()
+    inputs = {"attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        expected = model(prompt, **inputs).logits
+        hf_turbo.patch(model, block_size=4)
+        cache = hf_turbo.paged_cache(model)
+        monkeypatch.setattr(prompt_forward, "uses_triton", lambda device: True)
+        monkeypatch.setattr(prompt_forward, "pays", lambda *args: True)
+        down = model.model.layers[1].mlp.down_proj
+        monkeypatch.setattr(down, "forward", lambda x: torch.from_numpy(x.numpy()) @ down.weight.t())
+        monkeypatch.setattr(prompt_forward, "why_not_captured", lambda model: None)
+        logits = model(prompt, **inputs, **{CACHE_NAME: cache}).logits
+    real = mask.bool()
+    torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == prompt.shape[1]
+    assert any(reason.startswith("long prompts are not fused") for reason in stepped_aside(model))
+
+
+def test_odd_norms_and_rotations_are_left_alone():
+    """A weight that is spread over the row, and cosines wider than the heads: torch's own result, and its dtype."""
+    x, cos = torch.randn(1, 2, 3, 8).half(), torch.randn(1, 1, 3, 8)
+    mode = DeferredMode(PROMPT_RULES, CPU)
+
+    def compute():
+        f = x.float()
+        normed = torch.ones(1).half() * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).half()
+        crossed = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+        return normed, x * cos + crossed * cos
+
+    expected = compute()
+    with mode:
+        got = compute()
+    for a, b in zip(got, expected):
+        a = mode.tensor(a)
+        assert a.dtype == b.dtype and torch.equal(a, b)

@@ -342,7 +342,7 @@ class PagedCache(Cache):
             group.advance(self.get_seq_length())
 
     def finish_step(self, length: int) -> None:
-        """Counts the columns that a captured step has stored."""
+        """Counts the columns that a captured step has stored, or takes back what a failed forward has counted."""
         self._set_length(length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -143,7 +143,7 @@ def _forward_of(original: Any) -> Any:
         kwargs |= named
         output = handle.steps.run(self, own, kwargs)
         if output is None and handle.config.fused_layers:
-            output = forward_prompt(self, own, kwargs)
+            output = forward_prompt(self, own, kwargs, handle.step_aside)
         return own(**kwargs) if output is None else output
 
     return forward

@@ -95,6 +95,13 @@ def match_sum(value: Value) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def match_rms_norm(x: Any) -> tuple[torch.Tensor, RMSNorm] | None:
     """What is normalised over its last dimension, and how (Zhang and Sennrich, 2019, and its variants)."""
+    found = _match_rms_norm(x)
+    if found is None or found[1].weight is None or found[1].weight.shape == found[0].shape[-1:]:
+        return found
+    return None
+
+
+def _match_rms_norm(x: Any) -> tuple[torch.Tensor, RMSNorm] | None:
     fused = pending(x, aten._fused_rms_norm.default)
     if fused is not None:
         source, shape, weight, eps = fused.args
@@ -160,7 +167,9 @@ def _rotation(x: Any) -> Rotary | None:
         for source, cos in _either_order(straight):
             for turned, sin in _either_order(across):
                 style = _turn_of(turned, source)
-                if style is not None and cos.shape[-1] == source.shape[-1] == sin.shape[-1]:
+                if style is None or total.meta.dtype != source.dtype:
+                    continue  # cosines of a wider dtype make the result wider than the heads
+                if cos.shape[-1:] == source.shape[-1:] == sin.shape[-1:]:
                     return Rotary(source, cos, sin, source.shape[-1], style == "interleaved")
     return None
 

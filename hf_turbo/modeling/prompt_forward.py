@@ -5,6 +5,7 @@ The host works longer on each operation this way, so it is for forwards whose op
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ from .step_graph import Forward
 WORK_PER_LAYER = 3.5e12
 
 
-def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> Any:
-    """What `forward(**kwargs)` returns, or None: this is not a long prompt, or one that goes the model's own way."""
+def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], step_aside: Callable[[str], None]) -> Any:
+    """What `forward(**kwargs)` returns, or None: this is not a long prompt, or one that goes the model's own way.
+
+    Args:
+        step_aside: takes the reason, if there is one to tell.
+    """
     inputs = kwargs.get("inputs_embeds")
     inputs = kwargs.get("input_ids") if inputs is None else inputs
     cache = kwargs.get(CACHE_NAME)
@@ -36,9 +41,17 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> Any:
     if is_watched() or torch.is_autocast_enabled("cuda") or why_not_captured(model) is not None:
         return None
     mode = DeferredMode(PROMPT_RULES, inputs.device, transient=TRANSIENT)
-    with mode:
-        output = forward(**kwargs)
-    return tree_map(mode.tensor, output)
+    length = cache.get_seq_length()
+    try:
+        with mode:
+            output = forward(**kwargs)
+        return tree_map(mode.tensor, output)
+    except torch.OutOfMemoryError:
+        raise  # the model's own way takes more
+    except Exception as error:  # whatever the model's code says to tensors without numbers
+        cache.finish_step(length)
+        step_aside(f"long prompts are not fused: {error}".splitlines()[0])
+        return None
 
 
 def pays(model: Any, num_tokens: int, num_layers: int) -> bool:
