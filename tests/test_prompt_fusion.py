@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import stepped_aside
 from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transformers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,6 +14,7 @@ from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_forward, prompt_fusion
 from hf_turbo.modeling.prompt_forward import pays
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
+from hf_turbo.ops import dispatch
 from hf_turbo.ops.deferred import DeferredMode
 
 CPU = torch.device("cpu")
@@ -119,3 +121,87 @@ def test_odd_norms_and_rotations_are_left_alone():
     for a, b in zip(got, expected):
         a = mode.tensor(a)
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def same_as_torch(compute, rules=PROMPT_RULES):
+    """Holds what `compute()` returns through the deferred mode against torch's own results."""
+    expected, mode = compute(), DeferredMode(rules, CPU)
+    with torch.no_grad(), mode:
+        got = compute()
+    for a, b in zip(map(mode.tensor, got), expected, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_a_norm_over_groups_is_no_norm_of_the_row(has_weight):
+    """Cast first, then looked at as groups: each group has a mean of its own."""
+    x, weight = torch.randn(3, 8).half(), torch.randn(8).half()
+
+    def compute():
+        groups = x.float().view(3, 2, 4)
+        groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return [weight * groups.view(3, 8).half() if has_weight else groups.half()]
+
+    same_as_torch(compute)
+
+
+def test_a_norm_without_an_epsilon():
+    """Torch has one of its own."""
+    x = torch.randn(3, 8).half() / 64
+    same_as_torch(lambda: [F.rms_norm(x, (8,))])
+
+
+def test_one_heads_rotation_keeps_its_shape():
+    """Of one token, cast before heads and tokens change places."""
+    x, cos, sin = torch.randn(2, 1, 3, 8).half(), torch.randn(2, 1, 1, 8), torch.randn(2, 1, 1, 8)
+
+    def compute():
+        f = x.float().transpose(1, 2)
+        return [(f * cos + torch.cat((-f[..., 4:], f[..., :4]), dim=-1) * sin).half()]
+
+    same_as_torch(compute)
+
+
+def test_products_of_one_input_in_two_shapes(monkeypatch):
+    monkeypatch.setattr(dispatch, "serves_linear", lambda *args, activation: True)
+    x, wide, narrow = torch.randn(3, 8), torch.randn(5, 8), torch.randn(6, 4)
+
+    def compute():
+        y = x * 2
+        return [F.linear(y, wide), F.linear(y.view(3, 2, 4), narrow)]
+
+    same_as_torch(compute)
+
+
+def test_gates_that_are_parts_of_heads(monkeypatch):
+    monkeypatch.setattr(dispatch, "serves_linear", lambda *args, activation: True)
+    x, weight = torch.randn(3, 8), torch.randn(16, 8)
+
+    def compute():
+        gate, up = F.linear(x, weight).view(3, 2, 8).chunk(2, dim=-1)
+        return [F.silu(gate) * up]
+
+    same_as_torch(compute)
+
+
+def test_memory_is_laid_out_as_was_said(monkeypatch):
+    """A product that is part of another's result is not in one piece; who reads memory by strides sees one that is."""
+    monkeypatch.setattr(dispatch, "serves_linear", lambda *args, activation: True)
+    x, a, b = torch.randn(3, 8), torch.randn(4, 8), torch.randn(4, 8)
+
+    def compute():
+        y = x * 2
+        first, second = F.linear(y, a), F.linear(y, b)
+        return [first + 0, torch.as_strided(second, (3, 4), (4, 1))]
+
+    same_as_torch(compute)
+
+
+def test_no_address_before_there_are_numbers():
+    """A kernel that is launched by hand fails, rather than read from address 0."""
+    x = torch.randn(3, 8)
+    with DeferredMode(PROMPT_RULES, CPU):
+        y = x * 2
+        with pytest.raises(RuntimeError, match="data pointer"):
+            y.data_ptr()

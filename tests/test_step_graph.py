@@ -9,6 +9,7 @@ from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transforme
 import hf_turbo
 from hf_turbo.cache.step_cache import StepUnsuited
 from hf_turbo.compat import CACHE_NAME
+from hf_turbo.modeling import graphs
 from hf_turbo.modeling.fusion import STEP_RULES
 from hf_turbo.modeling.step_graph import StepGraph, StepInputs
 from hf_turbo.ops import dispatch
@@ -110,3 +111,73 @@ def test_what_is_not_captured_says_why(name):
         step(model, cache, use_cache=True, **steps[0])
     for logits, same in zip(own_logits(model, cache, steps), expected, strict=True):
         torch.testing.assert_close(logits, same, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
+def test_a_step_that_shows_its_inside_is_no_captured_one(option):
+    """It goes the model's own way; that is no reason to capture no other."""
+    ids = torch.ones(1, 1, dtype=torch.long)
+    assert StepInputs.of({"input_ids": ids, option: False}) is not None
+    assert StepInputs.of({"input_ids": ids, option: True}) is None
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """`StepGraphs` without a GPU: its graphs note with which arguments they were made."""
+
+    class Recorded(Step):
+        def capture(self, forward, pool, stream):
+            self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
+            self._bases = []
+            self.forward = forward
+
+        def replay(self, cache, num_rows):
+            return self.result(self.output, cache, num_rows)
+
+        def compute(self, forward):
+            self.output = super().compute(forward)
+            return self.output
+
+    monkeypatch.setattr(graphs, "StepGraph", Recorded)
+    monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(graphs.StepGraphs, "_order_streams", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+
+
+@torch.no_grad()
+def test_changed_between_two_captures_and_back(captures):
+    """Neither graph is kept for a model that it was not captured from."""
+    model = build("llama")
+    hf_turbo.patch(model, block_size=4)
+    steps, forward = handle_of(model).steps, type(model)._hf_turbo_original_class.forward
+
+    def one_step(rows):
+        cache = hf_turbo.paged_cache(model)
+        ids = torch.full((rows, 3), 5)
+        model(ids, **{CACHE_NAME: cache})
+        inputs = StepInputs.of({"input_ids": ids[:, :1], "position_ids": torch.full((1, 1), 3)})
+        return steps._run(model, lambda **k: forward(model, **k), cache, inputs)
+
+    one_step(1)
+    norm = model.model.norm
+    eps, norm.variance_epsilon = norm.variance_epsilon, 100.0
+    one_step(2)
+    assert steps.num_dropped == 1 and steps.num_graphs == 1
+    norm.variance_epsilon = eps
+    assert one_step(2) is None and steps.num_dropped == 2
+
+
+@torch.no_grad()
+def test_memory_that_was_moved_stays_seen(captures):
+    """A graph whose blocks lie elsewhere now serves nobody, however often it is asked."""
+    model = build("llama")
+    hf_turbo.patch(model, block_size=4)
+    handle, cache = handle_of(model), hf_turbo.paged_cache(model)
+    ids = torch.full((1, 3), 5)
+    model(ids, **{CACHE_NAME: cache})
+    inputs = StepInputs.of({"input_ids": ids[:, :1]})
+    graph = Step(handle.pool, handle.sliding_windows, STEP_RULES, inputs, dict.fromkeys(cache.groups, 64))
+    graph._bases = [(0, cache.layers[0].store, 0, 0)]
+    graph._versions = {None: -1}
+    assert not graph.serves(cache) and not graph.serves(cache)

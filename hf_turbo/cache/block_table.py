@@ -126,7 +126,8 @@ class BlockTable:
             self._mirror = None
         self._flush()
         if self._mirror is not None:
-            self._mirror = self._mirror.index_select(0, to_device(list(indices), self._mirror.device))
+            with torch.inference_mode(False):  # as in `tensor`
+                self._mirror = self._mirror.index_select(0, to_device(list(indices), self._mirror.device))
 
     def _num_shared(self, a: int, b: int) -> int:
         """How many of its first blocks row `a` has in common with row `b`.

@@ -50,7 +50,8 @@ def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
 def siblings(mode: DeferredMode, product: Product) -> list[Product]:
     """The other products that wait for the same input."""
     others = [product_of(value) for value in mode.products_of(product.left) if value is not product.value]
-    return [p for p in others if p is not None and p.weight.dtype == product.weight.dtype]
+    kind = product.left.shape, product.weight.dtype
+    return [p for p in others if p is not None and (p.left.shape, p.weight.dtype) == kind]
 
 
 def residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -98,8 +99,7 @@ def norm_rule(mode: DeferredMode, value: Value) -> torch.Tensor | tuple[torch.Te
         mode.finish(total, added.view(total.meta.shape))
     else:
         normed = dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm)
-    normed = normed.view(source.shape)
-    return (normed, None) if is_fused else normed
+    return (normed.view(source.shape), None) if is_fused else normed.view(value.meta.shape)
 
 
 def expert_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -135,7 +135,7 @@ def rotary_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     source = mode.tensor(rotary.source)
     source = source.transpose(1, 2) if heads_first else source
     out = dispatch.rotate(source, cos, sin, rotary_dim=rotary.rotary_dim, interleaved=rotary.interleaved)
-    return out.transpose(1, 2) if heads_first else out
+    return (out.transpose(1, 2) if heads_first else out).reshape(value.meta.shape)
 
 
 _ROTARY_ENDS = (aten.add.Tensor, aten.cat.default, aten._to_copy.default)
@@ -155,7 +155,7 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
     parts = []
     for base, start, end, step in halves:  # type: ignore[misc]
         product = match_product(base)
-        if product is None or step != 1:
+        if product is None or step != 1 or base.shape[-1] != len(product.weight):
             return None
         bias = None if product.bias is None else product.bias[start:end]
         parts.append(Product(product.value, product.left, product.weight[start:end], bias))

@@ -189,6 +189,8 @@ class StepGraphs:
 
     def _capture(self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs) -> ModelOutput | None:
         """The first step with these inputs: computed, then captured for the next ones."""
+        if self._state is not None and not self._state.unchanged():
+            self.drop()  # one state stands for all graphs
         if self._state is None:
             self._state = ModelState(model)
         reason = why_not_captured(model)

@@ -75,7 +75,7 @@ def match_gated(value: Value) -> tuple[torch.Tensor, torch.Tensor, str] | None:
         return None
     for gated, up in _either_order(value):
         act = pending(gated, *_ACTIVATIONS)
-        if act is not None and _same_shape(act.args[0], up) and act.meta.dtype == up.dtype == value.meta.dtype:
+        if act is not None and all((x.shape, x.dtype) == (up.shape, up.dtype) for x in (act.args[0], value.meta)):
             kind = _ACTIVATIONS[act.func]
             if act.kwargs.get("approximate") == "tanh":
                 kind = "gelu_tanh"
@@ -105,9 +105,8 @@ def _match_rms_norm(x: Any) -> tuple[torch.Tensor, RMSNorm] | None:
     fused = pending(x, aten._fused_rms_norm.default)
     if fused is not None:
         source, shape, weight, eps = fused.args
-        if len(shape) != 1 or isinstance(weight, Deferred):
+        if len(shape) != 1 or isinstance(weight, Deferred) or eps is None:
             return None
-        eps = torch.finfo(source.dtype).eps if eps is None else eps
         return source, RMSNorm(weight, eps, plus_one=False, round_first=False)
     product = pending(x, aten.mul.Tensor)
     if product is not None:  # the weight comes last, in the result's dtype
@@ -231,7 +230,8 @@ def _normalised(x: Any, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None
         else:
             squared = isinstance(square.args[1], torch.Tensor) and identity(square.args[1]) == identity(f)
         source = _uncast(f, torch.float32)
-        if squared and source.dtype == dtype:
+        same_rows = source.shape[-1] == f.shape[-1] == mean.args[0].shape[-1]  # else it is of groups of a row
+        if squared and same_rows and source.dtype == dtype:
             return source, total.args[1]
     return None
 

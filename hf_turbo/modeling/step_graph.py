@@ -24,6 +24,9 @@ from .model_state import settings
 
 Forward = Callable[..., Any]
 
+#: Options that ask for what a graph's output does not hold.
+_SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_router_logits"})
+
 
 def bucket_of(num_rows: int) -> int | None:
     """The rows of the graph that serves so many; None for more than 256."""
@@ -59,7 +62,7 @@ class StepInputs:
                 continue
             if isinstance(x, torch.Tensor):
                 tensors[name] = x
-            elif isinstance(x, (bool, int, float, str)):
+            elif isinstance(x, (bool, int, float, str)) and not (x and name in _SHOW_INSIDE):
                 options.append((name, x))
             else:
                 return None
@@ -191,6 +194,8 @@ class StepGraph:
 
     def serves(self, cache: PagedCache) -> bool:
         """Whether the graph reads this cache's blocks, and its rows fit."""
+        if any(cache.layers[i].store is not store for i, store, _, _ in self._bases):
+            return False
         longest = max(cache.layout.lengths(cache.get_seq_length() + 1), default=0)
         for window, group in self.groups.items():
             if longest > group.block_tables.shape[1] * group.blocks.block_size:
@@ -199,10 +204,10 @@ class StepGraph:
                 for layer in self.cache.layers:
                     if layer.group is group and layer.store is not None:
                         group.blocks.cover(layer.store)
-                self._versions[window] = group.blocks.manager.version
                 if any(_base(store) != (k, v) for _, store, k, v in self._bases):
                     return False
-        return all(cache.layers[i].store is store for i, store, _, _ in self._bases)
+                self._versions[window] = group.blocks.manager.version
+        return True
 
     def replay(self, cache: PagedCache, num_rows: int) -> ModelOutput:
         """Runs the captured step on the current stream."""

@@ -69,6 +69,7 @@ class Deferred(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
+        torch._C._set_throw_on_mutable_data_ptr(tensor)  # a kernel launched by hand would read from address 0
         tensor.value, tensor.output = value, index
         return tensor
 
@@ -113,6 +114,8 @@ class DeferredMode(TorchDispatchMode):
                 return self._defer(func, args, kwargs)
         elif func._schema.is_mutable:
             self._before_write(func, args, kwargs)
+        elif func.namespace != "aten" or func is aten.as_strided.default:
+            args, kwargs = tree_map(self._in_one_piece, (args, kwargs))
         args, kwargs = tree_map(self.tensor, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -181,6 +184,11 @@ class DeferredMode(TorchDispatchMode):
             left = args[-2] if func is aten.mm.default else args[1]
             self._products.setdefault(identity(left), []).append(weakref.ref(value))
         return single if results is None else type(meta)(results)
+
+    def _in_one_piece(self, x: Any) -> Any:
+        """The numbers of a tensor for code that reads memory by itself: contiguous where that was said."""
+        numbers = self.tensor(x)
+        return numbers.contiguous() if isinstance(x, Deferred) and x.meta.is_contiguous() else numbers
 
     def _compute(self, value: Value) -> Any:
         with _disable_current_modes():

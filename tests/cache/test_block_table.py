@@ -204,3 +204,14 @@ def test_mirror_follows_on_the_same_tensor(group):
     assert table.tensor(CPU) is mirror
     table.grow([12], [4 * 200], [0])
     assert table.tensor(CPU).shape[1] >= 200
+
+
+def test_rows_that_changed_places_in_inference_mode():
+    """The device's table outlives that mode: a later step, outside of it, writes to it."""
+    table = BlockTable(BlockPool(1).group(None))
+    with torch.inference_mode():
+        table.grow([0] * 4, [600] * 4, [0] * 4)
+        table.tensor(CPU)
+        table.select([1, 0, 2, 3])
+    table.grow([600] * 4, [601] * 4, [0] * 4)
+    assert table.tensor(CPU)[:, :601].tolist() == table.rows
