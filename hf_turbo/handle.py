@@ -45,6 +45,8 @@ class PatchHandle:
         #: (original, the model's copy, the copy's attributes as it was made): what was set since goes to the original.
         self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = []
         self.steps = StepGraphs(self)
+        #: Whether long prompts go through the fused forward: not where that has failed.
+        self.fuses_prompts = config.fused_layers
 
     def new_cache(self, copies_per_row: int = 1, expected_length: int = 0) -> PagedCache:
         """An empty cache on this model's pool.
@@ -59,6 +61,11 @@ class PatchHandle:
     def attention_is_ours(self) -> bool:
         """Whether the model still calls our attention function."""
         return self.decoder_config is not None and self.decoder_config._attn_implementation is self.attention
+
+    def refuse_prompts(self, reason: str) -> None:
+        """Long prompts go the model's own way from here on."""
+        self.fuses_prompts = False
+        self.step_aside(reason)
 
     def step_aside(self, reason: str) -> None:
         """Counts a reason, and says it the first time."""

@@ -14,6 +14,7 @@ from hf_turbo.cache.ahead_rows import AheadRows
 from hf_turbo.cache.block_pool import BlockPool
 from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.generation import beam_loop
+from hf_turbo.generation.step import DecodeSteps
 from hf_turbo.modeling.fusion import STEP_RULES
 from hf_turbo.modeling.step_graph import StepInputs
 from hf_turbo.ops import dispatch
@@ -55,6 +56,7 @@ def ahead(monkeypatch):
                 return graph.result(graph.compute(lambda **k: forward(model, **k)), cache, inputs.num_rows)
 
         monkeypatch.setattr(handle.steps, "run_ahead", run_ahead)
+        monkeypatch.setattr(DecodeSteps, "are_captured", True)
         return launched
 
     return patch

@@ -181,3 +181,19 @@ def test_memory_that_was_moved_stays_seen(captures):
     graph._bases = [(0, cache.layers[0].store, 0, 0)]
     graph._versions = {None: -1}
     assert not graph.serves(cache) and not graph.serves(cache)
+
+
+def test_a_model_that_keeps_changing_is_left_alone():
+    """Graphs that are dropped before they have paid, a few times in a row; once they pay the count starts anew."""
+    model = hf_turbo.patch(build("llama"))
+    steps = handle_of(model).steps
+    cache = hf_turbo.paged_cache(model)
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5]]), **{CACHE_NAME: cache})
+    for replays in (0, 2, 1, 100, 0, 3, 7):
+        steps.num_replayed += replays
+        steps._drop_changed()
+        assert steps._wants(cache) and not handle_of(model).stepped_aside
+    steps._drop_changed()
+    assert not steps._wants(cache)
+    assert any("changes every few steps" in reason for reason in handle_of(model).stepped_aside)

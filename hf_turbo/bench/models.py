@@ -58,7 +58,7 @@ def empty_model(name: str) -> Any:
     else:
         with _explained(name):
             config = AutoConfig.from_pretrained(_source(name))
-    with torch.device("meta"):
+    with _explained(name), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -73,7 +73,8 @@ def _source(name: str) -> str:
 
 
 class _explained:
-    """Turns "not found" of Transformers into one sentence with the names there are."""
+    """Turns what Transformers says of a model that it can't load into one sentence, of one that it can't find into
+    one with the names there are."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -81,8 +82,11 @@ class _explained:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, (OSError, ValueError)):
+            return
+        reason = (str(error).strip().splitlines() or [kind.__name__])[0]
         if isinstance(error, OSError) and not Path(self.name).is_dir():
-            reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"no model {self.name!r}: give a folder, an id of the Hub, or one of {known_names()} ({reason})"
             ) from error
+        raise ValueError(f"can't load {self.name!r}: {reason}") from error

@@ -13,12 +13,18 @@ _UNPATCHED_COLORS = {"transformers": "#9aa0a6", "transformers-static": "#c9cdd2"
 _PATCHED_COLORS = ("#1a73e8", "#7baaf7", "#12a4af", "#8ab17d", "#e9a13b", "#b388eb")
 _INK = "#202124"
 _GROUP_WIDTH = 0.8
+_FORMATS = (".png", ".svg")
 
 
-def require_matplotlib() -> None:
-    """Raises:
-    ImportError: matplotlib is missing.
+def require(path: Path) -> None:
+    """Says what stands against a picture there, before hours of measuring.
+
+    Raises:
+        ValueError: the ending is neither .png nor .svg.
+        ImportError: matplotlib is missing.
     """
+    if path.suffix.lower() not in _FORMATS:
+        raise ValueError(f"a picture ends in {' or '.join(_FORMATS)}, not {str(path)!r}")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -29,10 +35,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Writes a picture of the rows, of one model; the file's ending says the format.
 
     Raises:
-        ValueError: no rows, or rows of several models, dtypes or devices.
+        ValueError: no rows, or rows of several models, dtypes or devices, or an ending that `require` refuses.
         ImportError: matplotlib is missing.
     """
-    require_matplotlib()
+    require(path)
     from matplotlib.figure import Figure
 
     if len({(row.model, row.dtype, row.device) for row in rows}) != 1:
@@ -95,9 +101,20 @@ def _dress(figure: Any, axes: Any, rows: Sequence[Row], cases: list[str]) -> Non
     axes.spines[["top", "right", "left"]].set_visible(False)
     first = rows[0]
     versions = "  ".join(f"{name} {version}" for name, version in first.versions.items())
-    axes.set_title(f"{first.model}, {first.dtype}, {first.device}", loc="left", fontweight="bold", pad=18)
+    title = f"{first.model}, {first.dtype}, {first.device}"
+    size = min(12.0, 100 * figure.get_figwidth() / len(title))  # a CPU's name is long
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=size, pad=18)
     axes.text(0, 1.02, versions, transform=axes.transAxes, fontsize=7.5, color="#5f6368")
-    figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8.5)
+    _legend(figure)
+
+
+def _legend(figure: Any) -> None:
+    """In as many columns as the picture is wide enough for."""
+    for columns in (3, 2, 1):
+        legend = figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _case_label(row: Row) -> str:

@@ -16,7 +16,8 @@ _VERDICT_WIDTH = 34
 _FIGURES = ("step ms", "min-max", "tok/s", "of floor", "first s", "ready s", "GB")
 _LEGEND = (
     "floor: the bytes that a step must read at the device's bandwidth; first: until the first token; ready: from patch "
-    "or the first call until steps run at full speed; GB: peak beyond the weights; near tie: rounding explains it"
+    "or the first call until steps run at full speed, empty if they varied too much to say; GB: peak beyond the "
+    "weights, on a GPU; near tie: rounding explains it"
 )
 
 
@@ -31,10 +32,10 @@ def table(rows: Sequence[Row]) -> RenderableType:
     from rich.text import Text
 
     grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    grid.add_column("variant", no_wrap=True)
+    grid.add_column("variant", overflow="fold")  # in a narrow terminal names take two lines, figures stay whole
     for figure in _FIGURES:
         grid.add_column(figure, justify="right", no_wrap=True)
-    grid.add_column("text", no_wrap=True, max_width=_VERDICT_WIDTH)
+    grid.add_column("text", max_width=_VERDICT_WIDTH)
     for _, group in groupby(rows, key=lambda row: row.case):
         of_case = list(group)
         grid.add_row(Text(_heading(of_case[0]), style="bold cyan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,10 +45,10 @@ def _listed(name: str, meaning: str) -> Any:
 @app.command()
 def bench(
     model: ModelName,
-    batch: Annotated[str | None, _listed("batch", "How many prompts.")] = None,
+    batch: Annotated[str | None, _listed("batch", "Prompts in a batch.")] = None,
     prompt: Annotated[str | None, _listed("prompt", "Tokens of each prompt.")] = None,
-    new: Annotated[str | None, _listed("new", "New tokens of each.")] = None,
-    beams: Annotated[str | None, _listed("beams", "Beams.")] = None,
+    new: Annotated[str | None, _listed("new", "New tokens of each, at least 2.")] = None,
+    beams: Annotated[str | None, _listed("beams", "Beams of each; 1 is greedy.")] = None,
     case: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,19 +61,26 @@ def bench(
         typer.Option(
             metavar="NAME,...",
             help="transformers, transformers-static (static cache, compiled), hf_turbo, hf_turbo:option=value,..., "
-            "options (hf_turbo with each switch turned). (default: all; without transformers-static on a CPU)",
+            "options (hf_turbo with each on/off option turned round). Options are those of hf_turbo.TurboConfig. "
+            "(default: transformers, transformers-static, hf_turbo, options; on a CPU, where static caches compile "
+            "nothing and the on/off options do nothing: transformers, hf_turbo)",
         ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. (default: bf16 on a GPU, else fp32)")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu. (default: a GPU if there is one)")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each variant; figures are medians.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="A JSONL file; a line a row is added to it.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="A picture of the rows, .png or .svg.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="A JSONL file; a line for each row is added to it.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", dir_okay=False, help="A picture of the rows, .png or .svg; overwritten.")
+    ] = None,
 ) -> None:
     """Time generate(), unpatched and patched, and check the text.
 
-    All variants take turns on one model. A variant whose text is not the unpatched model's (in bf16 and fp16: up to
-    rounding) gets no figures, and the exit code is 1; so it is if nothing could be measured.
+    All variants take turns on one model. A variant whose text differs from
+    the unpatched model's (in bf16 and fp16: by more than rounding explains)
+    gets no figures, and the exit code is 1; so it is if all variants fail.
     """
     with _usage_errors():
         place = _device(device)
@@ -80,7 +88,7 @@ def bench(
         ways = bench_cases.parse_variants(variants or _default_variants(place))
         kind = _dtype(dtype, place)
         if plot_file is not None:
-            plot.require_matplotlib()
+            plot.require(plot_file)
         loaded = models.load_model(model, kind, place)
     found = []
     with _progress(run.turns(chosen, ways, rounds)) as progress:
@@ -97,14 +105,18 @@ def bench(
 
 @app.command()
 def info(model: ModelName) -> None:
-    """Tell what would be accelerated and what steps aside. Needs the model's config only, no weights and no GPU."""
+    """Tell which layers would use the paged cache and what steps aside. Needs no weights and no GPU.
+
+    What only shows while a model runs is in `hf_turbo.report(model)`.
+    """
+    logging.getLogger("hf_turbo").setLevel(logging.ERROR)  # reasons are printed below
     with _usage_errors():
         empty = models.empty_model(model)
         patch(empty)
     found = report(empty)
     typer.echo(f"{model}: {type(empty).__name__}, {sum(p.numel() for p in empty.parameters()):,} parameters")
     for kind, how in found.accelerated.items():
-        typer.echo(f"accelerated: {kind}: {how}")
+        typer.echo(f"accelerated: {kind}: {how.removesuffix(' (PyTorch)')}")  # by what depends on the device
     for reason in found.stepped_aside:
         typer.echo(f"steps aside: {reason}")
 
@@ -124,16 +136,21 @@ def _device(name: str | None) -> torch.device:
     has_gpu = torch.cuda.is_available()
     try:
         device = torch.device(name or ("cuda" if has_gpu else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r}: give cuda, cuda:1 or cpu") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device {name!r}: give cuda, cuda:1 or cpu")
     if device.type == "cuda" and not has_gpu:
         raise ValueError(f"device {name!r}: torch finds no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r}: the last GPU here is cuda:{torch.cuda.device_count() - 1}")
     return device
 
 
 def _default_variants(device: torch.device) -> str:
-    static = "transformers-static," if device.type == "cuda" else ""
-    return f"transformers,{static}hf_turbo,{bench_cases.EACH_OPTION}"
+    if device.type != "cuda":
+        return "transformers,hf_turbo"
+    return f"transformers,transformers-static,hf_turbo,{bench_cases.EACH_OPTION}"
 
 
 def _dtype(name: str | None, device: torch.device) -> torch.dtype:

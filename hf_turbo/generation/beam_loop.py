@@ -107,7 +107,7 @@ class _Ahead:
 
     def forward(self, beams: _Beams) -> Any:
         """The outputs of the chosen beams, or None: they have to wait for the host."""
-        if not self._goes or not self._cache.model_is_as_it_was:
+        if not (self._goes and self._cache.model_is_as_it_was and self._steps.are_captured):
             return None
         if self._rows is None and AheadRows.is_possible(self._cache):
             self._rows = AheadRows(self._cache, beams.tokens.device)

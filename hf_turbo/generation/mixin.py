@@ -142,8 +142,8 @@ def _forward_of(original: Any) -> Any:
             return own(*args, **kwargs)  # an error that the model's own words fit
         kwargs |= named
         output = handle.steps.run(self, own, kwargs)
-        if output is None and handle.config.fused_layers:
-            output = forward_prompt(self, own, kwargs, handle.step_aside)
+        if output is None and handle.fuses_prompts:
+            output = forward_prompt(self, own, kwargs, handle.refuse_prompts)
         return own(**kwargs) if output is None else output
 
     return forward

@@ -89,6 +89,11 @@ class DecodeSteps:
         self._cache.model_is_as_it_was = self._alone
         return outputs
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether there is any captured step that could go ahead."""
+        return self._model._hf_turbo.steps.num_graphs > 0
+
     def forward_ahead(self, tokens: torch.Tensor, origins: torch.Tensor, rows: AheadRows) -> Any:
         """The same for rows that the host does not know yet, by a captured step.
 

@@ -27,6 +27,8 @@ from .step_graph import Forward, StepGraph, StepInputs, bucket_of
 
 #: Graphs of one model at most; the one that was not used for longest goes.
 MAX_GRAPHS = 16
+#: A model that changed so often, each time before so many replays, is not captured any more.
+_MAX_WASTED, _FEW_REPLAYS = 4, 8
 
 
 class Owner(Protocol):
@@ -57,6 +59,7 @@ class StepGraphs:
         self._pool: Any = None
         self._last_stream: torch.cuda.Stream | None = None
         self.num_captured = self.num_replayed = self.num_dropped = 0
+        self._num_wasted = self._num_replayed_before = 0
 
     def __reduce__(self) -> tuple[type[StepGraphs], tuple[Owner]]:
         return StepGraphs, (self._owner,)  # a copy of the model captures its own
@@ -137,6 +140,7 @@ class StepGraphs:
     def _wants(self, cache: PagedCache) -> bool:
         return (
             self._owner.config.cuda_graphs
+            and self._num_wasted < _MAX_WASTED
             and cache.pool is self._owner.pool
             and cache.get_seq_length() > 0
             and bucket_of(cache.batch_size) is not None
@@ -166,7 +170,7 @@ class StepGraphs:
         if "position_ids" not in inputs.tensors:
             inputs.tensors["position_ids"] = torch.full((1, 1), start, device=inputs.tensors["input_ids"].device)
         if self._graphs and (self._state is None or not self._state.same_memory()):
-            self.drop()
+            self._drop_changed()
         cache.advance()
         graph = self._graphs.get(inputs.key)
         if graph is not None and not graph.serves(cache):
@@ -181,7 +185,7 @@ class StepGraphs:
             result = graph.replay(cache, inputs.num_rows)
             self.num_replayed += 1
             if not cache.model_is_as_it_was and self._state is not None and not self._state.unchanged():
-                self.drop()  # that step was of a model that is no more
+                self._drop_changed()  # that step was of a model that is no more
                 return None
         if result is not None:
             cache.finish_step(start + 1)
@@ -190,7 +194,7 @@ class StepGraphs:
     def _capture(self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs) -> ModelOutput | None:
         """The first step with these inputs: computed, then captured for the next ones."""
         if self._state is not None and not self._state.unchanged():
-            self.drop()  # one state stands for all graphs
+            self._drop_changed()  # one state stands for all graphs
         if self._state is None:
             self._state = ModelState(model)
         reason = why_not_captured(model)
@@ -211,7 +215,9 @@ class StepGraphs:
             self._refuse(str(error))
             return None
         except torch.OutOfMemoryError:
-            self.drop()  # the model's own way may yet fit
+            self.drop()
+            self._state = ModelState(model)
+            self._refuse("there is too little memory")  # the model's own way may yet fit
             return None
         except Exception as error:  # whatever the model's code says to tensors without numbers
             reason = f"capturing the step failed: {error}".splitlines()[0]
@@ -223,6 +229,15 @@ class StepGraphs:
         self.num_captured += 1
         graph.num_bytes = max(torch.cuda.memory_reserved() - before, 0)
         return result
+
+    def _drop_changed(self) -> None:
+        """Drops the graphs of a model that has changed. One that keeps changing is cheaper without any."""
+        hardly_used = self.num_replayed - self._num_replayed_before < _FEW_REPLAYS
+        self._num_wasted = self._num_wasted + 1 if hardly_used else 0
+        self._num_replayed_before = self.num_replayed
+        self.drop()
+        if self._num_wasted == _MAX_WASTED:
+            self._owner.step_aside("decode steps are not captured any more: the model changes every few steps")
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason

@@ -23,11 +23,11 @@ from .step_graph import Forward
 WORK_PER_LAYER = 3.5e12
 
 
-def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], step_aside: Callable[[str], None]) -> Any:
+def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse: Callable[[str], None]) -> Any:
     """What `forward(**kwargs)` returns, or None: this is not a long prompt, or one that goes the model's own way.
 
     Args:
-        step_aside: takes the reason, if there is one to tell.
+        refuse: takes the reason why this model's prompts can't be fused.
     """
     inputs = kwargs.get("inputs_embeds")
     inputs = kwargs.get("input_ids") if inputs is None else inputs
@@ -50,7 +50,7 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], step_as
         raise  # the model's own way takes more
     except Exception as error:  # whatever the model's code says to tensors without numbers
         cache.finish_step(length)
-        step_aside(f"long prompts are not fused: {error}".splitlines()[0])
+        refuse(f"long prompts are not fused: {error}".splitlines()[0])
         return None
 
 
