@@ -165,9 +165,9 @@ def device_name(device: torch.device) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A real model answers a prompt, unpatched and patched.")
-    parser.add_argument("--model", choices=MODELS, default="smollm2")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="which sample model (default smollm2)")
     parser.add_argument("--prompt", help="what to ask; for gemma, a base model, the text to go on with")
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="of the answer (default 96)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="how often each is timed (default 2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()

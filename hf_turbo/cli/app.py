@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,8 +62,8 @@ def bench(
             metavar="NAME,...",
             help="transformers, transformers-static (static cache, compiled), hf_turbo, hf_turbo:option=value,..., "
             "options (hf_turbo with each on/off option turned round). Options are those of hf_turbo.TurboConfig. "
-            "(default: transformers, transformers-static, hf_turbo, options; on a CPU, where static caches compile "
-            "nothing and the on/off options do nothing: transformers, hf_turbo)",
+            "(default: transformers, transformers-static, hf_turbo, options; on a CPU, where the others do nothing: "
+            "transformers, hf_turbo)",
         ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. (default: bf16 on a GPU, else fp32)")] = None,
@@ -109,7 +109,6 @@ def info(model: ModelName) -> None:
 
     What only shows while a model runs is in `hf_turbo.report(model)`.
     """
-    logging.getLogger("hf_turbo").setLevel(logging.ERROR)  # reasons are printed below
     with _usage_errors():
         empty = models.empty_model(model)
         patch(empty)
@@ -133,17 +132,14 @@ def _cases(written: list[str] | None, given: dict[str, str | None]) -> list[benc
 
 def _device(name: str | None) -> torch.device:
     """A device by name, if torch can use it."""
-    has_gpu = torch.cuda.is_available()
-    try:
-        device = torch.device(name or ("cuda" if has_gpu else "cpu"))
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
+    num_gpus = torch.cuda.device_count()
+    name = name or ("cuda" if num_gpus else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ValueError(f"device {name!r}: give cuda, cuda:1 or cpu")
-    if device.type == "cuda" and not has_gpu:
-        raise ValueError(f"device {name!r}: torch finds no GPU here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r}: the last GPU here is cuda:{torch.cuda.device_count() - 1}")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        found = f"cuda:0 to cuda:{num_gpus - 1}" if num_gpus else "no GPU"
+        raise ValueError(f"device {name!r}: torch finds {found} here")
     return device
 
 

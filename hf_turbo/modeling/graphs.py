@@ -92,8 +92,12 @@ class StepGraphs:
         inputs = StepInputs.of(kwargs)
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
+        if bucket_of(inputs.num_rows) is None:
+            self._owner.step_aside("decode steps of more than 256 rows are not captured")
+            return None
         device = inputs.tensors["input_ids"].device
         if torch.is_autocast_enabled("cuda"):  # it keeps copies of weights, for longer than a forward
+            self._owner.step_aside("decode steps under autocast are not captured")
             return None
         # What is made here outlives the call, and the next one may be outside of an inference mode.
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
@@ -143,7 +147,6 @@ class StepGraphs:
             and self._num_wasted < _MAX_WASTED
             and cache.pool is self._owner.pool
             and cache.get_seq_length() > 0
-            and bucket_of(cache.batch_size) is not None
             and self._owner.attention_is_ours()
         )
 
