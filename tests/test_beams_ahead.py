@@ -128,3 +128,29 @@ def test_any_order(data):
         assert pool.group(window).manager.num_used == group.table.num_live_blocks + rows
     ahead.release()
     assert pool.group(window).manager.num_used == group.table.num_live_blocks
+
+
+def test_no_block_is_lost_where_there_are_none_left(monkeypatch):
+    """While spare blocks are taken, and while they are replaced."""
+    pool = BlockPool(2)
+    cache = PagedCache(pool, [None, 8])
+    keys = torch.randn(3, 1, 5, 4)
+    for layer in cache.layers:
+        layer.update(keys, keys)
+
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.group(8), "allocate", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            AheadRows(cache, CPU)
+    ahead = AheadRows(cache, CPU)
+    ahead.advance(torch.tensor([1, 1, 2]))
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.group(None), "allocate", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            ahead.catch_up([1, 1, 2], keep_step=True)
+    ahead.release()
+    for window, group in cache.groups.items():
+        assert pool.group(window).manager.num_used == group.table.num_live_blocks

@@ -25,7 +25,13 @@ class AheadRows:
 
     def __init__(self, cache: PagedCache, device: torch.device) -> None:
         self._cache = cache
-        self._groups = {window: _AheadGroup(group, device) for window, group in cache.groups.items()}
+        self._groups: dict[int | None, _AheadGroup] = {}
+        try:
+            for window, group in cache.groups.items():
+                self._groups[window] = _AheadGroup(group, device)
+        except BaseException:
+            self.release()
+            raise
 
     @staticmethod
     def is_possible(cache: PagedCache) -> bool:
@@ -111,23 +117,21 @@ class _AheadGroup:
 
     def catch_up(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         table, blocks = self.group.table, self.group.table.group
+        moved = [origin != row for row, origin in enumerate(rows)]
+        used = [row for row, is_new in enumerate(self._is_new) if is_new or moved[row]]
+        fresh = blocks.allocate(len(used))  # first of all: should there be none, nothing has changed
         table.forget_mirror()
         table.select(rows)
-        used = []
-        for row, (origin, is_new) in enumerate(zip(rows, self._is_new, strict=True)):
-            if is_new:
+        for row, block in zip(used, fresh, strict=True):
+            if self._is_new[row]:
                 table.rows[row].append(self._spares[row])
-            elif origin != row:
+            else:
                 blocks.release([table.rows[row][-1]])
                 table.rows[row][-1] = self._spares[row]
-            else:
-                continue
-            used.append(row)
+            self._spares[row] = block
         window = None if self.group.record_past else self.group.sliding_window
         if window:
             table.give_up_before([max(length - window + 1, 0) for length in lengths])
-        for row, block in zip(used, blocks.allocate(len(used)), strict=True):
-            self._spares[row] = block
         if used:
             self._spares_there = to_device(self._spares, self._device, torch.int32)
 
