@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..ops import dispatch
-from ..ops.deferred import Deferred, DeferredMode, Value, aten, whole
+from ..ops.deferred import Deferred, DeferredMode, Value, aten, identity, whole
 from .patterns import (
     Product,
     match_gated,
@@ -61,7 +61,7 @@ def residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
         return None
     for residual, x in (terms, terms[::-1]):
         product = match_product(x)
-        if product is not None and _serves(mode, [product]) and _is_alone(mode, product):
+        if product is not None and _serves(mode, [product]) and not siblings(mode, product):
             rows = mode.tensor(residual).reshape(product.value.meta.shape)
             return _launch(mode, [product], residual=rows).view(value.meta.shape)
     return None
@@ -147,7 +147,8 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
     products = [match_product(gate), match_product(up)]
     if None not in products:
         first, second = products
-        same = first.left.shape == second.left.shape and _same_input(first, second)  # type: ignore[union-attr, arg-type]
+        left, other = first.left, second.left  # type: ignore[union-attr]
+        same = left.shape == other.shape and identity(left) == identity(other)
         return [first, second] if same else None  # type: ignore[list-item]
     halves = [match_slice(gate), match_slice(up)]
     if None in halves:
@@ -160,18 +161,6 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
         bias = None if product.bias is None else product.bias[start:end]
         parts.append(Product(product.value, product.left, product.weight[start:end], bias))
     return parts if parts[0].value is parts[1].value else None
-
-
-def _same_input(a: Product, b: Product) -> bool:
-    x, y = whole(a.left), whole(b.left)
-    if isinstance(x, Deferred) and isinstance(y, Deferred):
-        return x.value is y.value and x.output == y.output
-    return not isinstance(x, Deferred) and not isinstance(y, Deferred) and x.data_ptr() == y.data_ptr()
-
-
-def _is_alone(mode: DeferredMode, product: Product) -> bool:
-    """Whether no other product waits for the same input: those would be computed in one launch."""
-    return next((v for v in mode.products_of(product.left) if v is not product.value), None) is None
 
 
 def _serves(mode: DeferredMode, products: Sequence[Product], activation: bool = False) -> bool:

@@ -9,7 +9,6 @@ import torch
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch
 from ..ops.deferred import DeferredMode, identity
-from ..ops.norm_spec import RMSNorm
 from .patterns import Rotary, match_rms_norm, match_rotary
 
 _NOTHING_FUSED: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "rotary_dim": 0}
@@ -32,29 +31,16 @@ def attend_step(
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise StepUnsuited("a decode step has one token a row")
     with DeferredMode.set_aside() as mode:
-        return _attend(mode, layer, query, key, value, scale, softcap, sinks)
-
-
-def _attend(
-    mode: DeferredMode,
-    layer: StepLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    metadata = layer.group.plan.metadata
-    q_source, k_source, options = _sources(query, key) if mode.rules else (query, key, dict(_NOTHING_FUSED))
-    q, k, v = (_heads(mode, x, like) for x, like in ((q_source, query), (k_source, key), (value, value)))
-    in_float32 = options.pop("in_float32", False)
-    cos, sin = (_angles(mode, options.pop(name), in_float32) for name in ("cos", "sin"))
-    kv = layer.kv(key, value)
-    q = dispatch.rotary_store_kv(q, k, v, cos, sin, kv, metadata, **options)
-    out = dispatch.paged_attention(q, kv, metadata, scale, softcap, sinks)
-    layer.num_attended += 1
-    return out[:, None]
+        metadata = layer.group.plan.metadata
+        q_source, k_source, options = _sources(query, key) if mode.rules else (query, key, dict(_NOTHING_FUSED))
+        q, k, v = (_heads(mode, x, like) for x, like in ((q_source, query), (k_source, key), (value, value)))
+        in_float32 = options.pop("in_float32", False)
+        cos, sin = (_angles(mode, options.pop(name), in_float32) for name in ("cos", "sin"))
+        kv = layer.kv(key, value)
+        q = dispatch.rotary_store_kv(q, k, v, cos, sin, kv, metadata, **options)
+        out = dispatch.paged_attention(q, kv, metadata, scale, softcap, sinks)
+        layer.num_attended += 1
+        return out[:, None]
 
 
 def _sources(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -71,7 +57,7 @@ def _sources(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torc
     found = {"q_norm": match_rms_norm(query), "k_norm": match_rms_norm(key)}
     sources = []
     for x, (name, normed) in zip((query, key), found.items(), strict=True):
-        if normed is not None and normed[0].shape[-1] == x.shape[-1] and _is_head_norm(normed[1], x):
+        if normed is not None and normed[0].shape[-1] == x.shape[-1]:
             options[name] = normed[1]
             x = normed[0]
         sources.append(x)
@@ -82,10 +68,6 @@ def _same_angles(a: Rotary, b: Rotary, rows: int) -> bool:
     same = (a.rotary_dim, a.interleaved, a.in_float32) == (b.rotary_dim, b.interleaved, b.in_float32)
     one_a_row = a.cos.numel() in (a.rotary_dim, rows * a.rotary_dim) and a.cos.shape == a.sin.shape
     return same and one_a_row and identity(a.cos) == identity(b.cos) and identity(a.sin) == identity(b.sin)
-
-
-def _is_head_norm(norm: RMSNorm, x: torch.Tensor) -> bool:
-    return norm.weight is None or norm.weight.numel() == x.shape[-1]
 
 
 def _heads(mode: DeferredMode, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
