@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from . import reference, reference_layers, reference_linear
+from . import reference, reference_int4, reference_layers, reference_linear
 from .metadata import AttentionMetadata, LayerKV
+from .packed_weight import PackedWeight
 from .reference import gather_kv
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "expert_linear",
     "gated",
     "gather_kv",
+    "int4_dequantize",
+    "int4_linear",
     "layer_addresses",
     "linear",
     "paged_attention",
@@ -129,3 +132,13 @@ def serves_linear(
     if not uses_triton(device):
         return False
     return _kernels("linear").supports(rows, weights, dtype, device, activation=activation)
+
+
+def int4_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear of a quantized weight; see `reference_int4.int4_linear`."""
+    return reference_int4.int4_linear(x, weight, bias)
+
+
+def int4_dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight itself; see `reference_int4.dequantize`."""
+    return reference_int4.dequantize(weight, columns, dtype)

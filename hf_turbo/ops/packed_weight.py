@@ -1,0 +1,91 @@
+"""A quantized weight as the kernels take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .int4_layout import COLUMN_ALIGNMENT, pack_codes, unpack_codes
+
+#: Group sizes below `COLUMN_ALIGNMENT` that a step of the kernels holds a whole number of.
+_SMALL_GROUPS = (32, 64)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """`W[n, c] = scales[g, n] * (code[n, k] - zeros[g, n])`, g = k // group_size; column k is input channel c = perm[k].
+
+    Args:
+        qweight: int32, the codes as `int4_layout.pack_codes` lays them.
+        scales: `[G, N]`, fp16, bf16 or fp32.
+        zeros: uint8 `[G, N]`, or None: all `2**(bits - 1)`.
+        perm: int32 `[columns]`, or None: column k is channel k. Columns that are padding have -1.
+        bits: width of a code's field, 4 or 8.
+        group_size: columns of a group: 32, 64 or a multiple of 128; G = ceil(columns / group_size).
+    """
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    perm: torch.Tensor | None
+    bits: int
+    group_size: int
+
+    @property
+    def out_features(self) -> int:
+        return self.scales.shape[1]
+
+
+def pack_weight(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+) -> PackedWeight:
+    """Packs a weight whose groups are of any size.
+
+    Args:
+        codes: uint8 `[N, K]`, below `2**bits`.
+        scales, zeros, perm: as `PackedWeight` has them, with columns as in `codes`.
+        bits: 4 or 8.
+        group_size: 1 to K; the last group may be shorter.
+
+    Returns:
+        The packed weight. Groups of a size that the kernels don't take are padded to one, with -1 in `perm`.
+    """
+    columns, groups = codes.shape[1], len(scales)
+    padded = padded_group_size(group_size, columns)
+    if padded != group_size and groups > 1:
+        sources = torch.arange(groups * padded, device=codes.device).view(groups, padded)
+        offset = sources % padded
+        sources = sources // padded * group_size + offset
+        real = (offset < group_size) & (sources < columns)
+        channels = torch.arange(columns, device=codes.device) if perm is None else perm
+        perm = torch.where(real, channels[sources.clamp(max=columns - 1)], -1).flatten().int()
+        spread = codes.new_zeros(len(codes), groups * padded)
+        spread[:, real.flatten()] = codes
+        codes = spread
+    return PackedWeight(pack_codes(codes, bits), scales.contiguous(), zeros, perm, bits, padded)
+
+
+def unpack_weight(weight: PackedWeight, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The codes, uint8 `[N, columns]`, and the channels of their columns (None: in order), without padding."""
+    perm = weight.perm
+    stored = columns if perm is None else len(perm)
+    codes = unpack_codes(weight.qweight, weight.bits, weight.out_features, stored)
+    if perm is None:
+        return codes, None
+    real = perm >= 0
+    codes, perm = codes[:, real], perm[real]
+    in_order = torch.equal(perm, torch.arange(columns, dtype=perm.dtype, device=perm.device))
+    return codes, None if in_order else perm
+
+
+def padded_group_size(group_size: int, columns: int) -> int:
+    """The smallest group size that the kernels take and that holds a group of this size."""
+    size = min(group_size, columns)
+    small = next((s for s in _SMALL_GROUPS if size <= s), None)
+    return small or -(-size // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
