@@ -134,11 +134,13 @@ def serves_linear(
     return _kernels("linear").supports(rows, weights, dtype, device, activation=activation)
 
 
-def int4_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear of a quantized weight; see `reference_int4.int4_linear`."""
-    return reference_int4.int4_linear(x, weight, bias)
+def int4_linear(x: torch.Tensor, weights: Sequence[PackedWeight], *args: Any, **options: Any) -> torch.Tensor:
+    """Linears of one to three quantized weights; see `int4_linear.int4_linear`."""
+    module = _kernels("int4_linear") if uses_triton(x.device) else reference_int4
+    return module.int4_linear(x, weights, *args, **options)
 
 
 def int4_dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight itself; see `reference_int4.dequantize`."""
-    return reference_int4.dequantize(weight, columns, dtype)
+    module = _kernels("int4_linear") if uses_triton(weight.qweight.device) else reference_int4
+    return module.dequantize(weight, columns, dtype)

@@ -37,7 +37,7 @@ def _int4_linear(
     """`x[..., K] @ W.T + bias`: `[..., N]` in x's dtype; see `PackedWeight` for the rest."""
     weight = PackedWeight(qweight, scales, zeros, perm, bits, group_size)
     rows = x.reshape(-1, x.shape[-1])
-    return dispatch.int4_linear(rows, weight, bias).view(*x.shape[:-1], weight.out_features)
+    return dispatch.int4_linear(rows, [weight], [bias]).view(*x.shape[:-1], weight.out_features)
 
 
 def _int4_dequantize(

@@ -1,10 +1,11 @@
 """How the codes of an INT4 (or INT8) weight lie in memory: in the order in which a GPU's tensor cores take them.
 
-A weight of 16 rows and 64 columns (32 for 8 bit) is a unit of 512 bytes: 16 for each thread of a warp, in one load.
-A thread's codes are the elements of its registers in the first operand of `mma.m16n8k16` (PTX manual, matrix fragments),
-so that nothing has to change threads between memory and multiplication (the idea of Marlin, Frantar et al., 2024).
-Two neighbouring words hold the same number of codes of an even column (in their low halves) and of the odd column after
-it (in their high halves): one shift and one mask make a register of two.
+A unit is 16 rows and 64 columns (32 for 8 bit): 512 bytes, 16 for each thread of a warp, in one load. A thread's codes
+are the elements of its registers in the first operand of `mma.m16n8k16` (PTX manual, matrix fragments), so that nothing
+has to change threads between memory and multiplication (the idea of Marlin, Frantar et al., 2024). Which column is which
+k of the product is free, as long as x agrees: of every 32 columns thread t of four has columns 8 t to 8 t + 7, so that it
+reads its part of x in one load, too. A word's halves hold codes of an even column and, in the same
+places, of the odd one after it: one shift and one mask make a register of two.
 
 Rows are padded to 16 and columns to whole steps; padding is code 0 and meets zeros of x or is not stored.
 """
@@ -70,13 +71,14 @@ def _pack(codes: torch.Tensor, shape: tuple[int, ...], bits: int) -> torch.Tenso
     down, across = shape[:2]
     padded = codes.new_zeros(down * UNIT_ROWS, across * unit_columns(bits))
     padded[: codes.shape[0], : codes.shape[1]] = codes
-    # [unit, row's half, row] x [unit, pair, column's bits from high to low, of which `e` is the lowest]
+    # From [unit, half, row] x [unit, (slice,) thread, columns by the bits of their number] to words by unit, thread
+    # and the columns' upper bits; in a word, from its lowest bits: half of the rows and the columns' lower bits.
     if bits == 8:
-        fields = padded.view(down, 2, 8, across, 2, 2, 4, 2).permute(0, 3, 2, 6, 4, 5, 1, 7)
-        data = fields.reshape(down, across, UNIT_WORDS * 4)  # a word: half of the rows, then `e`
+        fields = padded.view(down, 2, 8, across, 4, 2, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7)
+        data = fields.reshape(down, across, UNIT_WORDS * 4)
         return data.contiguous().view(torch.int32)
-    fields = padded.view(down, 2, 8, across, 2, 2, 2, 4, 2).permute(0, 3, 2, 7, 4, 5, 8, 6, 1)
-    nibbles = fields.reshape(down, across, UNIT_WORDS * 4, 2)  # a word: `e`, column + 8, half of the rows
+    fields = padded.view(down, 2, 8, across, 2, 4, 2, 2, 2).permute(0, 3, 2, 5, 4, 6, 8, 7, 1)
+    nibbles = fields.reshape(down, across, UNIT_WORDS * 4, 2)
     return (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous().view(torch.int32)
 
 
@@ -84,8 +86,8 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     down, across = packed.shape[:2]
     data = packed.contiguous().view(torch.uint8)
     if bits == 8:
-        fields = data.view(down, across, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 4, 5, 3, 7)
+        fields = data.view(down, across, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7)
     else:
         nibbles = torch.stack((data & 15, data >> 4), -1)
-        fields = nibbles.view(down, across, 8, 4, 2, 2, 2, 2, 2).permute(0, 8, 2, 1, 4, 5, 7, 3, 6)
+        fields = nibbles.view(down, across, 8, 4, 2, 2, 2, 2, 2).permute(0, 8, 2, 1, 4, 3, 5, 7, 6)
     return fields.reshape(down * UNIT_ROWS, across * unit_columns(bits))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,22 @@ class PackedWeight:
     @property
     def out_features(self) -> int:
         return self.scales.shape[1]
+
+    def stored_columns(self, in_features: int) -> int:
+        """Columns of the codes, with those that pad groups."""
+        return in_features if self.perm is None else len(self.perm)
+
+
+def same_format(weights: Sequence[PackedWeight]) -> bool:
+    """Whether one kernel launch can read all of them."""
+    formats = {
+        (
+            w.bits, w.group_size, w.scales.dtype, w.scales.shape[0], w.qweight.shape[1], w.zeros is None,
+            None if w.perm is None else len(w.perm),
+        )
+        for w in weights
+    }  # fmt: skip
+    return len(formats) == 1
 
 
 def pack_weight(
@@ -74,8 +91,7 @@ def pack_weight(
 def unpack_weight(weight: PackedWeight, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The codes, uint8 `[N, columns]`, and the channels of their columns (None: in order), without padding."""
     perm = weight.perm
-    stored = columns if perm is None else len(perm)
-    codes = unpack_codes(weight.qweight, weight.bits, weight.out_features, stored)
+    codes = unpack_codes(weight.qweight, weight.bits, weight.out_features, weight.stored_columns(columns))
     if perm is None:
         return codes, None
     real = perm >= 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .int4_layout import unpack_codes
 from .packed_weight import PackedWeight
+from .reference_linear import linear
 
 
 def dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """`[N, columns]` in `dtype`: products in fp32, rounded once."""
-    perm = weight.perm
-    stored = columns if perm is None else len(perm)
+    perm, stored = weight.perm, weight.stored_columns(columns)
     codes = unpack_codes(weight.qweight, weight.bits, weight.out_features, stored)
     groups = torch.arange(stored, device=codes.device) // weight.group_size
     zeros: torch.Tensor | int = 1 << (weight.bits - 1)
@@ -25,7 +27,14 @@ def dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.
     return out
 
 
-def int4_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ W.T + bias` with sums in fp32: x `[M, K]`, the result `[M, N]` in x's dtype."""
-    product = x.float() @ dequantize(weight, x.shape[1], torch.float32).t()
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+def int4_linear(
+    x: torch.Tensor,
+    weights: Sequence[PackedWeight],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """See `int4_linear.int4_linear`; any number of weights."""
+    dense = [dequantize(weight, x.shape[1], torch.float32) for weight in weights]
+    return linear(x, dense, biases, residual=residual, activation=activation)

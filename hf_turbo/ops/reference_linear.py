@@ -14,6 +14,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def apply_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The activation of this name."""
+    return _ACTIVATIONS[kind](x)
+
+
 def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -32,7 +37,7 @@ def linear(
         parts.append((product if bias is None else product + bias.float()).to(x.dtype))
     if activation is not None:
         gate, up = parts
-        result = _ACTIVATIONS[activation](gate) * up
+        result = apply_activation(gate, activation) * up
     else:
         result = torch.cat(parts, 1)
     if residual is not None:

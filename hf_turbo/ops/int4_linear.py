@@ -1,0 +1,289 @@
+"""Linears with quantized weights (Triton): up to 64 rows from the packed codes, more through an unpacked weight.
+
+One launch serves several weights with the same input; a bias, an activation between gate and up, and a residual after
+are folded in, as in `linear`. Products are of x with small integers, exact, summed in fp32 and scaled by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from triton.runtime.jit import JITFunction
+
+from .attention_config import ceil_div, device_facts, next_power_of_2
+from .int4_config import MAX_ROWS, MAX_STREAM_ROWS, Int4Config, choose_config
+from .int4_layout import UNIT_ROWS
+from .int4_rows import int4_rows_kernel
+from .int4_tiles import int4_dequantize_kernel, int4_tiles_kernel
+from .launch import Launcher
+from .linear import ACTIVATIONS, MERGE_BLOCK
+from .linear_kernels import add_splits_kernel
+from .packed_weight import PackedWeight, same_format
+from .reference_linear import apply_activation
+
+#: Strips that one program unpacks.
+_UNPACK_STRIPS = 4
+#: Elements of a weight that are unpacked at a time for cuBLAS.
+_UNPACK_ELEMENTS = 1 << 27
+
+_launch_rows = Launcher(int4_rows_kernel)
+_launch_tiles = Launcher(int4_tiles_kernel)
+_launch_add_splits = Launcher(add_splits_kernel)
+_launch_dequantize = Launcher(int4_dequantize_kernel)
+
+#: Whether the kernels hold PTX; Triton's interpreter runs the same steps in plain operations.
+USE_ASM = isinstance(int4_rows_kernel, JITFunction)
+
+
+def int4_linear(
+    x: torch.Tensor,
+    weights: Sequence[PackedWeight],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    config: Int4Config | None = None,
+) -> torch.Tensor:
+    """One or several linears of the same rows.
+
+    Args:
+        x: `[M, K]`, fp32, fp16 or bf16.
+        weights: one to three of one format, each `[N_i, K]`.
+        biases: None, or for each weight None or `[N_i]`; used in x's dtype.
+        residual: `[M, N]` in x's dtype, added to the rounded result; with one weight and no activation.
+        activation: None, or "silu", "gelu" or "gelu_tanh": the two weights are gate and up, of one size and order of
+            columns, and the result is `act(gate) * up`.
+        config: overrides the table (for measuring; up to 64 rows).
+
+    Returns:
+        `[M, N]` in x's dtype, N the sum of the N_i: the outputs side by side; with an activation N is N_0.
+
+    Raises:
+        ValueError: for other shapes or dtypes, or weights that one launch can't serve.
+    """
+    biases = [None] * len(weights) if biases is None else [None if b is None else b.to(x.dtype) for b in biases]
+    _check(x, weights, biases, residual, activation)
+    rows, columns = x.shape
+    sizes = [weight.out_features for weight in weights]
+    out = x.new_empty(rows, sizes[0] if activation is not None else sum(sizes))
+    if rows > MAX_ROWS:
+        return _by_unpacking(x, weights, biases, residual, activation, out)
+    if rows == 0:
+        return out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if rows > MAX_STREAM_ROWS and weights[0].perm is not None:
+        if len({w.perm.data_ptr() for w in weights if w.perm is not None}) > 1:
+            parts = [int4_linear(x, [w], [b]) for w, b in zip(weights, biases, strict=True)]
+            return torch.cat(parts, 1, out=out)
+        x = in_order_of(x, weights[0])
+        weights = [PackedWeight(w.qweight, w.scales, w.zeros, None, w.bits, w.group_size) for w in weights]
+    if config is None:
+        features = sizes[0] if activation is not None else sum(sizes)
+        weight, facts = weights[0], device_facts(x.device)
+        gated = activation is not None
+        config = choose_config(rows, features, columns, gated, weight.bits, weight.group_size, x.dtype, facts)
+    operands = _Operands(x, weights, biases, residual, activation, out, config)
+    with torch.cuda.device_of(x):
+        (_run_rows if rows <= MAX_STREAM_ROWS else _run_tiles)(operands)
+    return out
+
+
+def in_order_of(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """x `[M, K]` with the columns that the weight's columns belong to; zeros for its padding."""
+    perm = weight.perm
+    if perm is None:
+        return x
+    if len(perm) == x.shape[1]:
+        return x.index_select(1, perm)
+    return x.index_select(1, perm.clamp(min=0)).masked_fill_(perm < 0, 0)
+
+
+def dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight, `[N, columns]` in `dtype` (fp32, fp16, bf16): products in fp32, rounded once."""
+    out = torch.empty(weight.out_features, weight.stored_columns(columns), dtype=dtype, device=weight.qweight.device)
+    _unpack(weight, out, 0)
+    if weight.perm is None:
+        return out
+    ordered = out.new_empty(weight.out_features, columns)
+    real = weight.perm >= 0
+    ordered[:, weight.perm[real].long()] = out[:, real]
+    return ordered
+
+
+def _zero_pairs(weight: PackedWeight) -> torch.Tensor:
+    """Zero points, two in each int16, as the kernels read them; the scales where there are none."""
+    if weight.zeros is None:
+        return weight.scales
+    even = weight.zeros if weight.out_features % 2 == 0 else F.pad(weight.zeros, (0, 1))
+    return even.view(torch.int16)
+
+
+def _check(
+    x: torch.Tensor,
+    weights: Sequence[PackedWeight],
+    biases: Sequence[torch.Tensor | None],
+    residual: torch.Tensor | None,
+    activation: str | None,
+) -> None:
+    if x.ndim != 2 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"x must be [M, K] in fp32, fp16 or bf16, got {list(x.shape)}, {x.dtype}")
+    if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
+        raise ValueError(f"one launch takes 1 to 3 weights and a bias or None for each, got {len(weights)} weights")
+    if not same_format(weights):
+        raise ValueError("the weights of one launch must have the same bits, groups and dtype of scales, and all or none "
+                         "of them zero points and another order of columns")  # fmt: skip
+    for weight, bias in zip(weights, biases, strict=True):
+        if bias is not None and bias.shape != (weight.out_features,):
+            raise ValueError(f"a bias must be [{weight.out_features}], got {list(bias.shape)}")
+    sizes = [weight.out_features for weight in weights]
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be None or one of {ACTIVATIONS}, got {activation!r}")
+        if len(sizes) != 2 or sizes[0] != sizes[1] or residual is not None:
+            raise ValueError("an activation takes two weights of one size, gate and up, and no residual")
+        perms = [weight.perm for weight in weights]
+        if perms[0] is not None and perms[1] is not None and perms[0].data_ptr() != perms[1].data_ptr():
+            raise ValueError("gate and up must have the same order of columns: one tensor")
+    if residual is not None and (len(weights) != 1 or residual.shape != (x.shape[0], sizes[0])):
+        raise ValueError(f"a residual takes one weight and must be {[x.shape[0], sizes[0]]}")
+
+
+class _Operands:
+    """The kernels' arguments, by kind and in their order, and what they are compiled for.
+
+    A tensor that is absent is replaced by another one, and not read.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[PackedWeight],
+        biases: Sequence[torch.Tensor | None],
+        residual: torch.Tensor | None,
+        activation: str | None,
+        out: torch.Tensor,
+        config: Int4Config,
+    ) -> None:
+        rows, columns = x.shape
+        first, missing = weights[0], 3 - len(weights)
+        self.x, self.out, self.config, self.rows = x, out, config, rows
+        padded = [*weights, *[first] * missing]
+        self.codes = tuple(w.qweight for w in padded)
+        self.scales = tuple(w.scales for w in padded)
+        self.zeros = tuple(_zero_pairs(w) for w in padded)
+        self.perms = tuple(first.qweight if w.perm is None else w.perm for w in padded)
+        self.biases = (*(x if bias is None else bias for bias in biases), *[x] * missing)
+        self.residual = x if residual is None else residual
+        self.sizes = (*(w.out_features for w in weights), *[0] * missing)
+        # The rows of each weight, and how many of them have a bias.
+        self.bounds = (*self.sizes, *(0 if bias is None else len(bias) for bias in biases), *[0] * missing)
+        # A single row's stride is never used; a fixed number compiles nothing anew.
+        self.strides = tuple(t.stride(0) if rows > 1 else columns for t in (x, self.residual, out))
+        self.shape = (
+            first.stored_columns(columns), first.qweight.shape[1], first.group_size, len(first.scales),
+            first.bits, first.zeros is not None,
+        )  # fmt: skip
+        self.has_perm = first.perm is not None
+        self.epilogue = (len(weights), any(self.bounds[3:]), residual is not None, activation)
+        self.output_sizes = self.sizes[:1] if activation is not None else self.sizes
+        tensors = (x, *self.codes, *self.scales, *self.zeros, *self.perms, *self.biases, self.residual, out)
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        self.key = (x.device, x.dtype, first.scales.dtype, self.strides, aligned, config)
+
+    def tiles(self, rows: int) -> int:
+        return sum(ceil_div(size, rows) for size in self.output_sizes)
+
+
+def _run_rows(o: _Operands) -> None:
+    config = o.config
+    constants = (
+        *o.shape, o.has_perm, *o.epilogue, max(8, next_power_of_2(o.rows)), config.shares, config.strips, config.units,
+        config.ahead, config.pdl, USE_ASM,
+    )  # fmt: skip
+    _launch_rows(
+        (o.key, constants), (o.tiles(config.strips * UNIT_ROWS), 1, 1),
+        o.x, *o.codes, *o.scales, *o.zeros, *o.perms, *o.biases, o.residual, o.out, o.rows, *o.bounds, *o.strides,
+        *constants, num_warps=config.num_warps, num_stages=1, launch_pdl=config.pdl, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _run_tiles(o: _Operands) -> None:
+    config = o.config
+    partial = o.out
+    if config.shares > 1:
+        partial = torch.empty(config.shares, o.rows, sum(o.sizes), dtype=torch.float32, device=o.x.device)
+    wgmma = device_facts(o.x.device).capability == 90 and config.num_warps == 4
+    constants = (
+        *o.shape, *o.epilogue, max(16, next_power_of_2(o.rows)), config.shares, config.strips, config.units,
+        wgmma, config.pdl, USE_ASM,
+    )  # fmt: skip
+    _launch_tiles(
+        (o.key, constants), (o.tiles(config.strips * UNIT_ROWS), config.shares, 1),
+        o.x, *o.codes, *o.scales, *o.zeros, *o.biases, o.residual, o.out, partial, o.rows, *o.bounds, *o.strides,
+        *constants, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    if config.shares > 1:
+        merge_constants = (*o.epilogue, config.shares, MERGE_BLOCK, config.pdl)
+        _launch_add_splits(
+            (o.key, merge_constants), (o.tiles(MERGE_BLOCK), o.rows, 1),
+            partial, *o.biases, o.residual, o.out, *o.bounds, *o.strides[1:], *merge_constants,
+            num_warps=2, launch_pdl=config.pdl, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def _by_unpacking(
+    x: torch.Tensor,
+    weights: Sequence[PackedWeight],
+    biases: Sequence[torch.Tensor | None],
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Many rows: products by cuBLAS, weights unpacked in x's dtype a part at a time."""
+    parts = out.split([w.out_features for w in weights], 1) if activation is None else [out, torch.empty_like(out)]
+    ordered, order = x, None
+    for weight, bias, part in zip(weights, biases, parts, strict=True):
+        if weight.perm is not None and (order is None or order.data_ptr() != weight.perm.data_ptr()):
+            ordered, order = in_order_of(x, weight), weight.perm
+        _multiply_unpacked(ordered, weight, bias, part)
+    if activation is not None:
+        return torch.mul(apply_activation(parts[0], activation), parts[1], out=out)
+    return out if residual is None else out.add_(residual)
+
+
+def _multiply_unpacked(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    columns = x.shape[1]
+    step = max(UNIT_ROWS, _UNPACK_ELEMENTS // columns // UNIT_ROWS * UNIT_ROWS)
+    for start in range(0, weight.out_features, step):
+        size = min(step, weight.out_features - start)
+        part = torch.empty(size, columns, dtype=x.dtype, device=x.device)
+        _unpack(weight, part, start // UNIT_ROWS)
+        target = out[:, start : start + size]
+        if target.is_contiguous():
+            torch.addmm(bias[start : start + size], x, part.t(), out=target) if bias is not None else torch.mm(
+                x, part.t(), out=target
+            )
+        else:
+            target.copy_(F.linear(x, part, None if bias is None else bias[start : start + size]))
+
+
+def _unpack(weight: PackedWeight, out: torch.Tensor, first_strip: int) -> None:
+    """Rows of the weight from strip `first_strip` on into out, columns as they are stored."""
+    size, units = weight.out_features, weight.qweight.shape[1]
+    rows, columns = out.shape
+    constants = (
+        columns, units, weight.group_size, len(weight.scales), weight.bits, weight.zeros is not None, _UNPACK_STRIPS,
+        USE_ASM,
+    )  # fmt: skip
+    tensors = (weight.qweight, weight.scales, _zero_pairs(weight), out)
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    with torch.cuda.device_of(out):
+        _launch_dequantize(
+            (out.device, out.dtype, weight.scales.dtype, aligned, constants),
+            (units, ceil_div(rows, _UNPACK_STRIPS * UNIT_ROWS), 1),
+            *tensors, min(size, first_strip * UNIT_ROWS + rows), first_strip, out.stride(0), *constants,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
