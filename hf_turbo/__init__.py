@@ -3,6 +3,7 @@
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
 from .patching import is_patched, paged_cache, patch, patched, release, unpatch
+from .quantization.registry import register_int4, register_missing, unregister_int4
 from .report import Report, report
 
 __version__ = "0.1.0"
@@ -15,7 +16,11 @@ __all__ = [
     "paged_cache",
     "patch",
     "patched",
+    "register_int4",
     "release",
     "report",
     "unpatch",
+    "unregister_int4",
 ]
+
+register_missing()

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Bottom first. A module imports from layers below its own, and from its own where that is a folder.
 LAYERS = [
     {"ops", "compat", "config"},
+    {"quantization"},
     {"cache"},
     {"modeling"},
     {"handle"},
@@ -34,7 +35,7 @@ MAX_LINES = 450
 KERNELS = {
     PACKAGE / "ops" / f"{name}.py"
     for name in (
-        "activation", "argmax", "copy_blocks", "linear_kernels", "norm", "paged_attention", "rotary", "rotate",
+        "activation", "argmax", "copy_blocks", "int4_kernels", "int4_linear", "int4_rows", "int4_tiles", "linear_kernels", "norm", "paged_attention", "rotary", "rotate",
         "store_kv",
     )
 }  # fmt: skip

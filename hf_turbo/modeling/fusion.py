@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ..ops import dispatch
-from ..ops.deferred import Deferred, DeferredMode, Value, aten, identity, whole
+from ..ops.deferred import PRODUCTS, Deferred, DeferredMode, Value, aten, identity, whole
+from ..ops.packed_weight import PackedWeight
 from .patterns import (
     Product,
     match_gated,
@@ -31,7 +33,7 @@ _MAX_WEIGHTS = 3
 
 def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     """A product, and with it what else is waiting for the same input."""
-    if value.func not in (aten.mm.default, aten.addmm.default):
+    if value.func not in PRODUCTS:
         return None
     product = product_of(value)
     if product is None:
@@ -39,9 +41,11 @@ def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     if not _serves(mode, [product]):
         return None
     others = siblings(mode, product)[: _MAX_WEIGHTS - 1]
+    if not _serves(mode, [product, *others]):
+        others = []
     products = [product, *others]
     out = _launch(mode, products)
-    parts = out.split([p.weight.shape[0] for p in products], dim=1)
+    parts = out.split([p.size for p in products], dim=1)
     for other, part in zip(others, parts[1:], strict=True):
         mode.finish(other.value, part)
     return parts[0]
@@ -50,8 +54,7 @@ def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
 def siblings(mode: DeferredMode, product: Product) -> list[Product]:
     """The other products that wait for the same input."""
     others = [product_of(value) for value in mode.products_of(product.left) if value is not product.value]
-    kind = product.left.shape, product.weight.dtype
-    return [p for p in others if p is not None and (p.left.shape, p.weight.dtype) == kind]
+    return [p for p in others if p is not None and p.kind == product.kind]
 
 
 def residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -147,8 +150,7 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
     products = [match_product(gate), match_product(up)]
     if None not in products:
         first, second = products
-        left, other = first.left, second.left  # type: ignore[union-attr]
-        same = left.shape == other.shape and identity(left) == identity(other)
+        same = first.kind == second.kind and identity(first.left) == identity(second.left)  # type: ignore[union-attr]
         return [first, second] if same else None  # type: ignore[list-item]
     halves = [match_slice(gate), match_slice(up)]
     if None in halves:
@@ -156,7 +158,7 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
     parts = []
     for base, start, end, step in halves:  # type: ignore[misc]
         product = match_product(base)
-        if product is None or step != 1 or base.shape[-1] != len(product.weight):
+        if product is None or step != 1 or base.shape[-1] != product.size or isinstance(product.weight, PackedWeight):
             return None
         bias = None if product.bias is None else product.bias[start:end]
         parts.append(Product(product.value, product.left, product.weight[start:end], bias))
@@ -167,6 +169,13 @@ def _serves(mode: DeferredMode, products: Sequence[Product], activation: bool = 
     left = products[0].left
     weights = [p.weight for p in products]
     return dispatch.serves_linear(left.shape[0], weights, left.dtype, mode.device, activation=activation)
+
+
+def multiply(x: torch.Tensor, product: Product) -> torch.Tensor:
+    """The product, with x as its left side, by cuBLAS."""
+    if isinstance(product.weight, PackedWeight):
+        return dispatch.int4_linear(x, [product.weight], [product.bias])
+    return F.linear(x, product.weight, product.bias)
 
 
 def _takes_residual(mode: DeferredMode, total: Value) -> bool:

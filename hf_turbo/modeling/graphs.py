@@ -178,6 +178,7 @@ class StepGraphs:
         graph = self._graphs.get(inputs.key)
         if graph is not None and not graph.serves(cache):
             del self._graphs[inputs.key]
+            self.num_dropped += 1
             graph = None
         if graph is None:
             result = self._capture(model, forward, cache, inputs)

@@ -11,20 +11,31 @@ from typing import Any
 
 import torch
 
-from ..ops.deferred import Deferred, Value, aten, identity, whole
+from ..ops.deferred import PRODUCTS, Deferred, Value, aten, identity, whole
 from ..ops.norm_spec import RMSNorm
+from ..ops.packed_weight import PackedWeight
 
 _ACTIVATIONS = {aten.silu.default: "silu", aten.gelu.default: "gelu"}
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`left @ weight.T + bias`: left `[rows, K]`, weight `[N, K]`."""
+    """`left @ weight.T + bias`: left `[rows, K]`, weight `[N, K]`, quantized or not."""
 
     value: Value
     left: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | PackedWeight
     bias: torch.Tensor | None
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.value.meta.shape[1]
+
+    @property
+    def kind(self) -> Any:
+        """Equal for products that one kernel may compute together, if they have the same left side."""
+        return self.left.shape, isinstance(self.weight, PackedWeight) or self.weight.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +64,7 @@ def pending(x: Any, *funcs: Any) -> Value | None:
 
 def match_product(x: Any) -> Product | None:
     """A product with a matrix that lies row by row in memory, as `nn.Linear`'s does."""
-    value = pending(x, aten.mm.default, aten.addmm.default)
+    value = pending(x, *PRODUCTS)
     return None if value is None else product_of(value)
 
 
@@ -61,6 +72,9 @@ def product_of(value: Value) -> Product | None:
     """The same of a value."""
     if value.kwargs:
         return None
+    if value.func is torch.ops.hf_turbo.int4_mm.default:
+        left, *tensors, bias, bits, group_size = value.args
+        return None if isinstance(bias, Deferred) else Product(value, left, PackedWeight(*tensors, bits, group_size), bias)
     bias, left, right = value.args if value.func is aten.addmm.default else (None, *value.args)
     if isinstance(right, Deferred) or isinstance(bias, Deferred) or right.stride(0) != 1:
         return None

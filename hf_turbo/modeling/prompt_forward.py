@@ -15,6 +15,7 @@ from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..ops.deferred import DeferredMode
 from ..ops.dispatch import uses_triton
+from ..quantization.int4_linear import Int4Linear
 from .model_state import is_watched, why_not_captured
 from .prompt_fusion import PROMPT_RULES, TRANSIENT
 from .step_graph import Forward
@@ -57,4 +58,5 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse:
 def pays(model: Any, num_tokens: int, num_layers: int) -> bool:
     """Whether the GPU works on a prompt for long enough that the host keeps ahead of it."""
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # experts have three dimensions
+    weights += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Int4Linear))
     return num_tokens * weights >= WORK_PER_LAYER * num_layers

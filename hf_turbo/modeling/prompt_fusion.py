@@ -7,12 +7,12 @@ A norm's result is made for the products that read it and let go; a residual is 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ..ops import dispatch
-from ..ops.deferred import DeferredMode, Value, aten
+from ..ops.deferred import PRODUCTS, DeferredMode, Value, aten
 from ..ops.norm_spec import RMSNorm
-from .fusion import STEP_RULES, gate_and_up, siblings
+from ..ops.packed_weight import PackedWeight
+from .fusion import STEP_RULES, gate_and_up, multiply, siblings
 from .patterns import Product, match_gated, match_product, match_rms_norm, match_sum, pending, product_of
 
 #: Rows from which on these rules apply.
@@ -23,7 +23,7 @@ _PIECE = 4096
 
 def many_rows_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     """A product of many rows, and what else waits for the same norm."""
-    if value.func not in (aten.mm.default, aten.addmm.default) or value.meta.shape[0] < _MANY:
+    if value.func not in PRODUCTS or value.meta.shape[0] < _MANY:
         return None
     product = product_of(value)
     if product is None:
@@ -35,8 +35,8 @@ def many_rows_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
         return None
     x = dispatch.rms_norm(mode.tensor(found[0]).reshape(product.left.shape), found[1])
     for other in siblings(mode, product):
-        mode.finish(other.value, F.linear(x, other.weight, other.bias))
-    return F.linear(x, product.weight, product.bias)
+        mode.finish(other.value, multiply(x, other))
+    return multiply(x, product)
 
 
 def many_rows_residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -51,7 +51,7 @@ def many_rows_residual_rule(mode: DeferredMode, value: Value) -> torch.Tensor | 
         rows = mode.tensor(residual).reshape(product.value.meta.shape)
         if _gated_input(product) is not None:
             return _through_mlp(mode, product, rows).view(value.meta.shape)
-        return torch.addmm(rows, mode.tensor(product.left), product.weight.t()).view(value.meta.shape)
+        return _plus_product(rows, mode.tensor(product.left), product).view(value.meta.shape)
     return None
 
 
@@ -79,17 +79,24 @@ def _through_mlp(mode: DeferredMode, product: Product, residual: torch.Tensor | 
     parts, kind = _gated_input(product)  # type: ignore[misc]  # the caller has looked
     norm = _norm_of(parts[0])
     source = mode.tensor(parts[0].left if norm is None else norm[0]).reshape(parts[0].left.shape)
-    shape = (len(source), len(product.weight))
+    shape = (len(source), product.size)
     out = source.new_empty(shape) if residual is None else residual.clone()
     for piece, result in zip(source.split(_PIECE), out.split(_PIECE), strict=True):
         x = piece if norm is None else dispatch.rms_norm(piece, norm[1])
-        gate, up = (F.linear(x, p.weight, p.bias) for p in parts)
+        gate, up = (multiply(x, p) for p in parts)
         hidden = dispatch.gated(gate, up, kind, out=gate)
         del x, up
         if residual is not None:
-            result.addmm_(hidden, product.weight.t())
-        elif product.bias is None:
-            torch.mm(hidden, product.weight.t(), out=result)
+            _plus_product(result, hidden, product, out=result)
         else:
-            torch.addmm(product.bias, hidden, product.weight.t(), out=result)
+            result.copy_(multiply(hidden, product))
     return out
+
+
+def _plus_product(
+    rows: torch.Tensor, x: torch.Tensor, product: Product, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`rows + x @ weight.T`."""
+    if isinstance(product.weight, PackedWeight):
+        return torch.add(rows, multiply(x, product), out=out)
+    return torch.addmm(rows, x, product.weight.t(), out=out)

@@ -20,7 +20,12 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter, tree_map
 
+from . import int4  # noqa: F401  # defines the operators
+
 aten = torch.ops.aten
+
+#: Matrix products, and which argument is their left side.
+PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, torch.ops.hf_turbo.int4_mm.default: 0}
 
 #: Operations that only look at their first argument in another way.
 VIEWS = frozenset({
@@ -34,7 +39,7 @@ DEFERRED = frozenset({
     aten._to_copy.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
     aten.pow.Tensor_Scalar, aten.mean.dim, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
     aten.sigmoid.default, aten.tanh.default, aten.cat.default, aten.stack.default, aten.clone.default,
-    aten._fused_rms_norm.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.index.Tensor,
+    aten._fused_rms_norm.default, aten.bmm.default, aten.index.Tensor, *PRODUCTS,
 })  # fmt: skip
 
 #: Computes a value: its result, or None where the rule has nothing to say.
@@ -180,9 +185,8 @@ class DeferredMode(TorchDispatchMode):
             results = [Deferred(value, i, self.device) for i in range(len(meta))] if outputs else None
             single = None if outputs else Deferred(value, None, self.device)
         self._pending.add(value)
-        if func in (aten.mm.default, aten.addmm.default):
-            left = args[-2] if func is aten.mm.default else args[1]
-            self._products.setdefault(identity(left), []).append(weakref.ref(value))
+        if func in PRODUCTS:
+            self._products.setdefault(identity(args[PRODUCTS[func]]), []).append(weakref.ref(value))
         return single if results is None else type(meta)(results)
 
     def _in_one_piece(self, x: Any) -> Any:

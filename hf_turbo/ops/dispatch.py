@@ -108,10 +108,14 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, *, out: torch.Tensor 
     return module.gated(gate, up, kind, out=out)
 
 
-def linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor] | Sequence[PackedWeight], *args: Any, **options: Any
+) -> torch.Tensor:
     """Products of a few rows with one to three weights; see `reference_linear.linear`."""
+    if isinstance(weights[0], PackedWeight):
+        return int4_linear(x, weights, *args, **options)  # type: ignore[arg-type]  # all are, or none
     module = _kernels("linear") if uses_triton(x.device) else reference_linear
-    return module.linear(x, *args, **options)
+    return module.linear(x, weights, *args, **options)
 
 
 def expert_linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -122,7 +126,7 @@ def expert_linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
 
 def serves_linear(
     rows: int,
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor] | Sequence[PackedWeight],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -131,6 +135,8 @@ def serves_linear(
     """Whether `linear` is the faster way there."""
     if not uses_triton(device):
         return False
+    if isinstance(weights[0], PackedWeight):
+        return _kernels("int4_linear").supports(rows, weights, dtype, activation=activation)
     return _kernels("linear").supports(rows, weights, dtype, device, activation=activation)
 
 

@@ -57,25 +57,25 @@ def choose_config(
     pdl = facts.capability >= 90
     units = ceil_div(columns, unit_columns(bits))
     if rows <= MAX_STREAM_ROWS:
-        shares, step, ahead = _stream(rows, features * (2 if gated else 1), units)
+        strips, shares, step, ahead = _stream(rows, features * (2 if gated else 1), units)
+        step = min(step, next_power_of_2(ceil_div(units, shares)))
         if dtype == torch.float32:
             step = max(2, step // 2)  # x takes twice the registers
-        step = _fit_step(step, bits, group_size)
-        return Int4Config(1, step, shares, shares, ahead=ahead, pdl=pdl)
+        return Int4Config(strips, _fit_step(step, bits, group_size), shares, shares, ahead=ahead, pdl=pdl)
     shares = 1 if gated else _fill(features // 64, units, facts.num_sms)
     step = _fit_step(1 if gated or dtype == torch.float32 else 2, bits, group_size)
     return Int4Config(4, step, shares, 4, num_stages=2 if dtype == torch.float32 else 3, pdl=pdl)
 
 
-def _stream(rows: int, features: int, units: int) -> tuple[int, int, bool]:
-    """Warps a program, units a step, and whether x is loaded ahead."""
+def _stream(rows: int, features: int, units: int) -> tuple[int, int, int, bool]:
+    """Strips and warps of a program, units of a step, and whether x is loaded ahead."""
     if features > 8192:
-        return (2, 4, False) if rows <= 8 else (2, 2, False)
-    if rows > 8:
-        return 8, 2, True
+        return (1, 4, 2, True) if rows <= 8 else (2, 2, 2, True)
+    if units > 128:
+        return (1, 8, 4, False) if rows <= 8 else (1, 8, 2, True)
     if features > 4096:
-        return 4, 4, True
-    return min(8, next_power_of_2(ceil_div(units, 4))), 4, True
+        return (1, 4, 8, True) if rows <= 8 else (1, 4, 2, True)
+    return 1, 4, 4, True
 
 
 def _fit_step(step: int, bits: int, group_size: int) -> int:

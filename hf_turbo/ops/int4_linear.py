@@ -23,6 +23,7 @@ from .linear_kernels import add_splits_kernel
 from .packed_weight import PackedWeight, same_format
 from .reference_linear import apply_activation
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Strips that one program unpacks.
 _UNPACK_STRIPS = 4
 #: Elements of a weight that are unpacked at a time for cuBLAS.
@@ -90,6 +91,16 @@ def int4_linear(
     return out
 
 
+def supports(x_rows: int, weights: Sequence[PackedWeight], dtype: torch.dtype, *, activation: bool) -> bool:
+    """Whether one launch of `int4_linear` serves these weights together."""
+    if not 1 <= x_rows <= MAX_ROWS or len(weights) > 3 or dtype not in _DTYPES or not same_format(weights):
+        return False
+    perms = {weight.perm.data_ptr() for weight in weights if weight.perm is not None}
+    if activation:
+        return len({weight.out_features for weight in weights}) == 1 and len(perms) <= 1
+    return x_rows <= MAX_STREAM_ROWS or len(perms) <= 1
+
+
 def in_order_of(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """x `[M, K]` with the columns that the weight's columns belong to; zeros for its padding."""
     perm = weight.perm
@@ -127,7 +138,7 @@ def _check(
     residual: torch.Tensor | None,
     activation: str | None,
 ) -> None:
-    if x.ndim != 2 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if x.ndim != 2 or x.dtype not in _DTYPES:
         raise ValueError(f"x must be [M, K] in fp32, fp16 or bf16, got {list(x.shape)}, {x.dtype}")
     if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
         raise ValueError(f"one launch takes 1 to 3 weights and a bias or None for each, got {len(weights)} weights")
