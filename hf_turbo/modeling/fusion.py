@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..ops import dispatch
 from ..ops.deferred import PRODUCTS, Deferred, DeferredMode, Value, aten, identity, whole
+from ..ops.norm_spec import RMSNorm
 from ..ops.packed_weight import PackedWeight
 from .patterns import (
     Product,
@@ -92,17 +93,23 @@ def norm_rule(mode: DeferredMode, value: Value) -> torch.Tensor | tuple[torch.Te
     found = match_rms_norm(Deferred(value, 0 if is_fused else None, mode.device))
     if found is None:
         return None
-    source, norm = found
+    normed = _normed(mode, *found)
+    return (normed.view(found[0].shape), None) if is_fused else normed.view(value.meta.shape)
+
+
+def _normed(
+    mode: DeferredMode, source: torch.Tensor, norm: RMSNorm, places: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The norm of a tensor's rows, `[rows, columns]`, and with it the residual's sum that the tensor may be."""
     size = source.shape[-1]
     total = pending(source, aten.add.Tensor)
     terms = None if total is None or whole(source).shape[-1] != size else match_sum(total)
-    if total is not None and terms is not None and not _takes_residual(mode, total):
-        a, b = (mode.tensor(x).reshape(-1, size) for x in terms)
-        normed, added = dispatch.rms_norm(b, norm, residual=a)
-        mode.finish(total, added.view(total.meta.shape))
-    else:
-        normed = dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm)
-    return (normed.view(source.shape), None) if is_fused else normed.view(value.meta.shape)
+    if total is None or terms is None or _takes_residual(mode, total):
+        return dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm, places=places)
+    a, b = (mode.tensor(x).reshape(-1, size) for x in terms)
+    normed, added = dispatch.rms_norm(b, norm, residual=a, places=places)
+    mode.finish(total, added.view(total.meta.shape))
+    return normed
 
 
 def expert_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -190,7 +197,30 @@ def _launch(
     products: Sequence[Product],
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    x = mode.tensor(products[0].left)
     weights, biases = [p.weight for p in products], [p.bias for p in products]
-    return dispatch.linear(x, weights, biases, residual=residual, activation=activation)
+    left, first = products[0].left, weights[0]
+    if isinstance(first, PackedWeight):
+        if first.perm is not None:
+            x = _in_order(mode, left, first)
+            weights = [w.in_order() for w in weights]  # type: ignore[union-attr]  # all are quantized, or none
+        else:
+            x = mode.tensor(left)
+        return dispatch.int4_linear(x, weights, biases, residual=residual, activation=activation, places=places)  # type: ignore[arg-type]
+    return dispatch.linear(mode.tensor(left), weights, biases, residual=residual, activation=activation)  # type: ignore[arg-type]
+
+
+def _in_order(mode: DeferredMode, left: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """What a quantized weight multiplies, with its columns in the weight's order: from what computes it, if waiting."""
+    if weight.places is not None:
+        found = match_rms_norm(left)
+        if found is not None and found[0].shape[-1] == left.shape[-1]:
+            return _normed(mode, *found, places=weight.places)
+        waiting = pending(left, aten.mul.Tensor)
+        gated = None if waiting is None else match_gated(waiting)
+        parts = None if gated is None else gate_and_up(*gated[:2])
+        quantized = parts is not None and isinstance(parts[0].weight, PackedWeight)
+        if gated is not None and parts is not None and quantized and _serves(mode, parts, activation=True):
+            return _launch(mode, parts, activation=gated[2], places=weight.places)
+    return dispatch.permute_columns(mode.tensor(left), weight.perm)  # type: ignore[arg-type]  # it has one

@@ -26,6 +26,7 @@ __all__ = [
     "layer_addresses",
     "linear",
     "paged_attention",
+    "permute_columns",
     "rms_norm",
     "rotary_store_kv",
     "rotate",
@@ -144,6 +145,12 @@ def int4_linear(x: torch.Tensor, weights: Sequence[PackedWeight], *args: Any, **
     """Linears of one to three quantized weights; see `int4_linear.int4_linear`."""
     module = _kernels("int4_linear") if uses_triton(x.device) else reference_int4
     return module.int4_linear(x, weights, *args, **options)
+
+
+def permute_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    """Columns in another order; see `permute_columns.permute_columns`."""
+    module = _kernels("permute_columns") if uses_triton(x.device) else reference_int4
+    return module.permute_columns(x, perm)
 
 
 def int4_dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:

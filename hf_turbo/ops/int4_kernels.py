@@ -178,26 +178,26 @@ def column_of(k, WGMMA: tl.constexpr):
 
 @triton.jit
 def pick_quantized(
-    tile, w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, p_0, p_1, p_2, b_0, b_1, b_2,
+    tile, w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, b_0, b_1, b_2,
     n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, BLOCK_N: tl.constexpr, NUM_WEIGHTS: tl.constexpr,
 ):
-    """The weight that output tile `tile` belongs to: (tile within it, codes, scales, zeros, perm, bias, rows, rows
+    """The weight that output tile `tile` belongs to: (tile within it, codes, scales, zeros, bias, rows, rows
     with a bias, the column of the output at which it starts)."""
-    w, s, z, p, b, n, bias_n = w_0, s_0, z_0, p_0, b_0, n_0, bias_n_0
+    w, s, z, b, n, bias_n = w_0, s_0, z_0, b_0, n_0, bias_n_0
     column = n_0 * 0
     if NUM_WEIGHTS > 1:
         tiles_0 = tl.cdiv(n_0, BLOCK_N)
         if tile >= tiles_0:
             tile = tile - tiles_0
-            w, s, z, p, b, n, bias_n = w_1, s_1, z_1, p_1, b_1, n_1, bias_n_1
+            w, s, z, b, n, bias_n = w_1, s_1, z_1, b_1, n_1, bias_n_1
             column = n_0
             if NUM_WEIGHTS > 2:
                 tiles_1 = tl.cdiv(n_1, BLOCK_N)
                 if tile >= tiles_1:
                     tile = tile - tiles_1
-                    w, s, z, p, b, n, bias_n = w_2, s_2, z_2, p_2, b_2, n_2, bias_n_2
+                    w, s, z, b, n, bias_n = w_2, s_2, z_2, b_2, n_2, bias_n_2
                     column = n_0 + n_1
-    return tile, w, s, z, p, b, n, bias_n, column
+    return tile, w, s, z, b, n, bias_n, column
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from .launch import Launcher
 from .linear import ACTIVATIONS, MERGE_BLOCK
 from .linear_kernels import add_splits_kernel
 from .packed_weight import PackedWeight, same_format
+from .permute_columns import permute_columns
 from .reference_linear import apply_activation
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,6 +46,7 @@ def int4_linear(
     *,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    places: torch.Tensor | None = None,
     config: Int4Config | None = None,
 ) -> torch.Tensor:
     """One or several linears of the same rows.
@@ -56,6 +58,7 @@ def int4_linear(
         residual: `[M, N]` in x's dtype, added to the rounded result; with one weight and no activation.
         activation: None, or "silu", "gelu" or "gelu_tanh": the two weights are gate and up, of one size and order of
             columns, and the result is `act(gate) * up`.
+        places: int32 `[N]`, which column of the result each output goes to (one weight, or gate and up); None: its own.
         config: overrides the table (for measuring; up to 64 rows).
 
     Returns:
@@ -67,25 +70,27 @@ def int4_linear(
     biases = [None] * len(weights) if biases is None else [None if b is None else b.to(x.dtype) for b in biases]
     _check(x, weights, biases, residual, activation)
     rows, columns = x.shape
+    if places is not None and rows > MAX_STREAM_ROWS:
+        plain = int4_linear(x, weights, biases, residual=residual, activation=activation, config=config)
+        return torch.empty_like(plain).index_copy_(1, places.long(), plain)
+    if weights[0].perm is not None:
+        if len({w.perm.data_ptr() for w in weights if w.perm is not None}) > 1:
+            return torch.cat([int4_linear(x, [w], [b]) for w, b in zip(weights, biases, strict=True)], 1)
+        x = permute_columns(x if x.stride(1) == 1 else x.contiguous(), weights[0].perm)
+        weights, columns = [w.in_order() for w in weights], x.shape[1]
+    if rows > MAX_ROWS:
+        return _by_unpacking(x, weights, biases, residual, activation)
     sizes = [weight.out_features for weight in weights]
     out = x.new_empty(rows, sizes[0] if activation is not None else sum(sizes))
-    if rows > MAX_ROWS:
-        return _by_unpacking(x, weights, biases, residual, activation, out)
     if rows == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    if rows > MAX_STREAM_ROWS and weights[0].perm is not None:
-        if len({w.perm.data_ptr() for w in weights if w.perm is not None}) > 1:
-            parts = [int4_linear(x, [w], [b]) for w, b in zip(weights, biases, strict=True)]
-            return torch.cat(parts, 1, out=out)
-        x = in_order_of(x, weights[0])
-        weights = [PackedWeight(w.qweight, w.scales, w.zeros, None, w.bits, w.group_size) for w in weights]
     if config is None:
         features = sizes[0] if activation is not None else sum(sizes)
         weight, facts = weights[0], device_facts(x.device)
         gated = activation is not None
         config = choose_config(rows, features, columns, gated, weight.bits, weight.group_size, x.dtype, facts)
-    operands = _Operands(x, weights, biases, residual, activation, out, config)
+    operands = _Operands(x, weights, biases, residual, activation, places, out, config)
     with torch.cuda.device_of(x):
         (_run_rows if rows <= MAX_STREAM_ROWS else _run_tiles)(operands)
     return out
@@ -95,20 +100,8 @@ def supports(x_rows: int, weights: Sequence[PackedWeight], dtype: torch.dtype, *
     """Whether one launch of `int4_linear` serves these weights together."""
     if not 1 <= x_rows <= MAX_ROWS or len(weights) > 3 or dtype not in _DTYPES or not same_format(weights):
         return False
-    perms = {weight.perm.data_ptr() for weight in weights if weight.perm is not None}
-    if activation:
-        return len({weight.out_features for weight in weights}) == 1 and len(perms) <= 1
-    return x_rows <= MAX_STREAM_ROWS or len(perms) <= 1
-
-
-def in_order_of(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """x `[M, K]` with the columns that the weight's columns belong to; zeros for its padding."""
-    perm = weight.perm
-    if perm is None:
-        return x
-    if len(perm) == x.shape[1]:
-        return x.index_select(1, perm)
-    return x.index_select(1, perm.clamp(min=0)).masked_fill_(perm < 0, 0)
+    same_order = len({weight.perm.data_ptr() for weight in weights if weight.perm is not None}) <= 1
+    return same_order and (not activation or len({weight.out_features for weight in weights}) == 1)
 
 
 def dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -174,6 +167,7 @@ class _Operands:
         biases: Sequence[torch.Tensor | None],
         residual: torch.Tensor | None,
         activation: str | None,
+        places: torch.Tensor | None,
         out: torch.Tensor,
         config: Int4Config,
     ) -> None:
@@ -184,22 +178,22 @@ class _Operands:
         self.codes = tuple(w.qweight for w in padded)
         self.scales = tuple(w.scales for w in padded)
         self.zeros = tuple(_zero_pairs(w) for w in padded)
-        self.perms = tuple(first.qweight if w.perm is None else w.perm for w in padded)
         self.biases = (*(x if bias is None else bias for bias in biases), *[x] * missing)
         self.residual = x if residual is None else residual
+        self.places = first.qweight if places is None else places
+        self.has_places = places is not None
         self.sizes = (*(w.out_features for w in weights), *[0] * missing)
         # The rows of each weight, and how many of them have a bias.
         self.bounds = (*self.sizes, *(0 if bias is None else len(bias) for bias in biases), *[0] * missing)
         # A single row's stride is never used; a fixed number compiles nothing anew.
         self.strides = tuple(t.stride(0) if rows > 1 else columns for t in (x, self.residual, out))
         self.shape = (
-            first.stored_columns(columns), first.qweight.shape[1], first.group_size, len(first.scales),
+            columns, first.qweight.shape[1], first.group_size, len(first.scales),
             first.bits, first.zeros is not None,
         )  # fmt: skip
-        self.has_perm = first.perm is not None
         self.epilogue = (len(weights), any(self.bounds[3:]), residual is not None, activation)
         self.output_sizes = self.sizes[:1] if activation is not None else self.sizes
-        tensors = (x, *self.codes, *self.scales, *self.zeros, *self.perms, *self.biases, self.residual, out)
+        tensors = (x, *self.codes, *self.scales, *self.zeros, *self.biases, self.residual, self.places, out)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         self.key = (x.device, x.dtype, first.scales.dtype, self.strides, aligned, config)
 
@@ -210,12 +204,12 @@ class _Operands:
 def _run_rows(o: _Operands) -> None:
     config = o.config
     constants = (
-        *o.shape, o.has_perm, *o.epilogue, max(8, next_power_of_2(o.rows)), config.shares, config.strips, config.units,
+        *o.shape, *o.epilogue, o.has_places, max(8, next_power_of_2(o.rows)), config.shares, config.strips, config.units,
         config.ahead, config.pdl, USE_ASM,
     )  # fmt: skip
     _launch_rows(
         (o.key, constants), (o.tiles(config.strips * UNIT_ROWS), 1, 1),
-        o.x, *o.codes, *o.scales, *o.zeros, *o.perms, *o.biases, o.residual, o.out, o.rows, *o.bounds, *o.strides,
+        o.x, *o.codes, *o.scales, *o.zeros, *o.biases, o.residual, o.places, o.out, o.rows, *o.bounds, *o.strides,
         *constants, num_warps=config.num_warps, num_stages=1, launch_pdl=config.pdl, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -251,34 +245,29 @@ def _by_unpacking(
     biases: Sequence[torch.Tensor | None],
     residual: torch.Tensor | None,
     activation: str | None,
-    out: torch.Tensor,
 ) -> torch.Tensor:
     """Many rows: products by cuBLAS, weights unpacked in x's dtype a part at a time."""
-    parts = out.split([w.out_features for w in weights], 1) if activation is None else [out, torch.empty_like(out)]
-    ordered, order = x, None
-    for weight, bias, part in zip(weights, biases, parts, strict=True):
-        if weight.perm is not None and (order is None or order.data_ptr() != weight.perm.data_ptr()):
-            ordered, order = in_order_of(x, weight), weight.perm
-        _multiply_unpacked(ordered, weight, bias, part)
+    parts = [_multiply_unpacked(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if activation is not None:
-        return torch.mul(apply_activation(parts[0], activation), parts[1], out=out)
+        return apply_activation(parts[0], activation).mul_(parts[1])
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return out if residual is None else out.add_(residual)
 
 
-def _multiply_unpacked(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    columns = x.shape[1]
+def _multiply_unpacked(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    rows, columns = weight.out_features, x.shape[1]
     step = max(UNIT_ROWS, _UNPACK_ELEMENTS // columns // UNIT_ROWS * UNIT_ROWS)
-    for start in range(0, weight.out_features, step):
-        size = min(step, weight.out_features - start)
-        part = torch.empty(size, columns, dtype=x.dtype, device=x.device)
+    if rows <= step:
+        part = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+        _unpack(weight, part, 0)
+        return F.linear(x, part, bias)
+    out = x.new_empty(x.shape[0], rows)
+    for start in range(0, rows, step):
+        part = torch.empty(min(step, rows - start), columns, dtype=x.dtype, device=x.device)
         _unpack(weight, part, start // UNIT_ROWS)
-        target = out[:, start : start + size]
-        if target.is_contiguous():
-            torch.addmm(bias[start : start + size], x, part.t(), out=target) if bias is not None else torch.mm(
-                x, part.t(), out=target
-            )
-        else:
-            target.copy_(F.linear(x, part, None if bias is None else bias[start : start + size]))
+        some = slice(start, start + len(part))
+        out[:, some] = F.linear(x, part, None if bias is None else bias[some])
+    return out
 
 
 def _unpack(weight: PackedWeight, out: torch.Tensor, first_strip: int) -> None:

@@ -29,6 +29,17 @@ def _after_loads(step, ASM: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_rows(ptr, first_group, row, stride, GROUPS: tl.constexpr, NUM_GROUPS: tl.constexpr, ASM: tl.constexpr):
+    """Asks the L2 cache for what 16 rows have in GROUPS groups from `first_group` [A] on: 32 bytes or less a group."""
+    if ASM:
+        group = tl.minimum(first_group[:, None] + tl.arange(0, GROUPS)[None, :], NUM_GROUPS - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr + group * stride + row],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )
+
+
+@triton.jit
 def _load_units(word_ptrs, first_unit, UNITS: tl.constexpr, TOTAL: tl.constexpr, EVEN: tl.constexpr):
     """Words of UNITS units from `first_unit` [A] on; zeros beyond the last."""
     words = ()
@@ -42,34 +53,23 @@ def _load_units(word_ptrs, first_unit, UNITS: tl.constexpr, TOTAL: tl.constexpr,
 
 
 @triton.jit
-def _load_x(
-    x_ptr, perm_ptr, row_offset, row_inside, column, offset: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_PERM: tl.constexpr, EVEN: tl.constexpr,
-):
+def _load_x(x_ptrs, row_inside, column, offset: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
     """x at 8 (fp32: 4) columns a thread, [4 threads, 8 rows, A, rows / 8, 8]; 0 beyond x."""
-    where = column + offset
-    if HAS_PERM:
-        # In the shape, and so the layout, of x.
-        where = where + tl.zeros([1, 8, 1, 1, 1], tl.int32)
-        channel = tl.load(perm_ptr + tl.minimum(where, COLUMNS - 1))
-        return tl.load(x_ptr + row_offset + channel, mask=row_inside & (channel >= 0) & (where < COLUMNS), other=0.0)
-    elif EVEN:
-        return tl.load(x_ptr + row_offset + where, mask=row_inside, other=0.0)
+    if EVEN:
+        return tl.load(x_ptrs + (column + offset), mask=row_inside, other=0.0)
     else:
-        return tl.load(x_ptr + row_offset + where, mask=row_inside & (where < COLUMNS), other=0.0)
+        inside = row_inside & (column + offset < COLUMNS)
+        return tl.load(x_ptrs + (column + offset), mask=inside, other=0.0)
 
 
 @triton.jit
-def _load_slices(
-    x_ptr, perm_ptr, row_offset, row_inside, column, SLICES: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_PERM: tl.constexpr, EVEN: tl.constexpr,
-):
+def _load_slices(x_ptrs, row_inside, column, SLICES: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
     """x of SLICES slices of 32 columns: what each thread multiplies its codes with."""
     xs = ()
     for s in tl.static_range(SLICES):
-        x = _load_x(x_ptr, perm_ptr, row_offset, row_inside, column, s * 32, COLUMNS, HAS_PERM, EVEN)
-        if x_ptr.dtype.element_ty == tl.float32:  # a load holds 16 bytes
-            rest = _load_x(x_ptr, perm_ptr, row_offset, row_inside, column, s * 32 + 4, COLUMNS, HAS_PERM, EVEN)
+        x = _load_x(x_ptrs, row_inside, column, s * 32, COLUMNS, EVEN)
+        if x.dtype == tl.float32:  # a load holds 16 bytes
+            rest = _load_x(x_ptrs, row_inside, column, s * 32 + 4, COLUMNS, EVEN)
             x = tl.permute(tl.join(x, rest), (0, 1, 2, 3, 5, 4))
         xs = xs + (x,)
     return xs
@@ -110,14 +110,20 @@ def _add_step(
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = WIDTH // 32
     SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < WIDTH * UNITS else SLICES * UNITS
+    UNITS_IN_GROUP: tl.constexpr = (SLICES_IN_GROUP + SLICES - 1) // SLICES
     part = tl.zeros([A, STRIPS * 16, ROWS], tl.float32)
     for u in tl.static_range(UNITS):
-        group = tl.minimum((first_column + u * WIDTH) // GROUP, NUM_GROUPS - 1)
-        next_group = group
-        if GROUP < WIDTH:
-            next_group = tl.minimum((first_column + u * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
-        zero_a = unit_zeros(zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM)
-        zero_b = unit_zeros(zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM)
+        if u % UNITS_IN_GROUP == 0:
+            group = tl.minimum((first_column + u * WIDTH) // GROUP, NUM_GROUPS - 1)
+            next_group = group
+            if GROUP < WIDTH:
+                next_group = tl.minimum((first_column + u * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
+            zero_a = unit_zeros(
+                zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+            )
+            zero_b = unit_zeros(
+                zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+            )
         tiles = slices(codes_minus_zeros(words[u], zero_a, zero_b, BITS, DTYPE, ASM), BITS, False)
         for s in tl.static_range(SLICES):
             part = multiply(tiles[s], _columns_first(xs[u * SLICES + s], A, ROWS), part, ASM)
@@ -133,17 +139,18 @@ def _add_step(
 # Nothing is gained by compiling for sizes that only bound rows.
 @triton.jit(do_not_specialize=["num_rows", "n_0", "n_1", "n_2", "bias_n_0", "bias_n_1", "bias_n_2"])
 def int4_rows_kernel(
-    x_ptr, w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, p_0, p_1, p_2, b_0, b_1, b_2, residual_ptr, out_ptr,
+    x_ptr, w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, b_0, b_1, b_2, residual_ptr, places_ptr, out_ptr,
     num_rows, n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, stride_x, stride_res, stride_out,
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_PERM: tl.constexpr,
+    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, SHARES: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_PLACES: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):
     """One program: STRIPS times 16 output features (of gate and up when gated), all rows of x, a share of columns a warp.
 
     A step is UNITS units of every strip of every share. Weights are loaded a step ahead, x with AHEAD as well.
+    With HAS_PLACES output column n (of one weight, or gated) is stored at `places_ptr[n]`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -154,8 +161,8 @@ def int4_rows_kernel(
     STEPS: tl.constexpr = (TOTAL_UNITS + SHARES * UNITS - 1) // (SHARES * UNITS)
     EVEN_UNITS: tl.constexpr = TOTAL_UNITS % (SHARES * UNITS) == 0
     EVEN: tl.constexpr = EVEN_UNITS and TOTAL_UNITS * WIDTH == COLUMNS
-    tile, w_ptr, scale_ptr, zero_ptr, perm_ptr, bias_ptr, size, bias_size, column = pick_quantized(
-        tl.program_id(0), w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, p_0, p_1, p_2, b_0, b_1, b_2,
+    tile, w_ptr, scale_ptr, zero_ptr, bias_ptr, size, bias_size, column = pick_quantized(
+        tl.program_id(0), w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, b_0, b_1, b_2,
         n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, STRIPS * 16, 1 if GATED else NUM_WEIGHTS,
     )
     first_row = tile * (STRIPS * 16)
@@ -166,7 +173,7 @@ def int4_rows_kernel(
     word_offset = strip[None, :, None] * (TOTAL_UNITS * 128) + first_unit[:, None, None] * 128 + word
     # [thread of four, row, share, rows / 8, column]: the order in which the compiler gives dimensions to threads.
     m = tl.arange(0, 8)[None, :, None, None, None] + tl.arange(0, ROWS // 8)[None, None, None, :, None] * 8
-    row_inside, row_offset = m < num_rows, m * stride_x
+    row_inside, x_ptrs = m < num_rows, x_ptr + m * stride_x
     PIECE: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
     x_column = tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, PIECE)[None, None, None, None, :]
     x_column = x_column + first_unit[None, None, :, None, None] * WIDTH
@@ -175,12 +182,23 @@ def int4_rows_kernel(
     up_words = words
     if GATED:
         up_words = _load_units(w_1 + word_offset, first_unit, UNITS, TOTAL_UNITS, EVEN_UNITS)
+    SPAN: tl.constexpr = (STEPS * UNITS * WIDTH + GROUP - 1) // GROUP
+    GROUPS: tl.constexpr = triton.next_power_of_2(SPAN)
+    first_group = first_unit * WIDTH // GROUP
+    row = tl.minimum(first_row, size - 1)
+    _prefetch_rows(scale_ptr, first_group, row, size, GROUPS, NUM_GROUPS, ASM)
+    if HAS_ZEROS:
+        _prefetch_rows(zero_ptr, first_group, row // 2, (size + 1) // 2, GROUPS, NUM_GROUPS, ASM)
+    if GATED:
+        _prefetch_rows(s_1, first_group, row, size, GROUPS, NUM_GROUPS, ASM)
+        if HAS_ZEROS:
+            _prefetch_rows(z_1, first_group, row // 2, (size + 1) // 2, GROUPS, NUM_GROUPS, ASM)
     _after_loads(tile, ASM)
     if PDL:
         gdc_wait()
     acc = tl.zeros([SHARES, STRIPS * 16, ROWS], tl.float32)
     up_acc = acc
-    xs = _load_slices(x_ptr, perm_ptr, row_offset, row_inside, x_column, SLICES, COLUMNS, HAS_PERM, EVEN)
+    xs = _load_slices(x_ptrs, row_inside, x_column, SLICES, COLUMNS, EVEN)
     _after_loads(tile, ASM)
     for step in range(STEPS - 1):
         unit = first_unit + (step + 1) * UNITS
@@ -191,10 +209,8 @@ def int4_rows_kernel(
             next_up = _load_units(w_1 + next_offset, unit, UNITS, TOTAL_UNITS, EVEN_UNITS)
         next_xs = xs
         if AHEAD:
-            next_xs = _load_slices(
-                x_ptr, perm_ptr, row_offset, row_inside, x_column + (step + 1) * (UNITS * WIDTH),
-                SLICES, COLUMNS, HAS_PERM, EVEN,
-            )
+            next_column = x_column + (step + 1) * (UNITS * WIDTH)
+            next_xs = _load_slices(x_ptrs, row_inside, next_column, SLICES, COLUMNS, EVEN)
         _after_loads(step, ASM)
         at = (first_unit + step * UNITS) * WIDTH
         acc = _add_step(
@@ -207,10 +223,8 @@ def int4_rows_kernel(
                 UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, ASM,
             )
         if not AHEAD:
-            next_xs = _load_slices(
-                x_ptr, perm_ptr, row_offset, row_inside, x_column + (step + 1) * (UNITS * WIDTH),
-                SLICES, COLUMNS, HAS_PERM, EVEN,
-            )
+            next_column = x_column + (step + 1) * (UNITS * WIDTH)
+            next_xs = _load_slices(x_ptrs, row_inside, next_column, SLICES, COLUMNS, EVEN)
         words, up_words, xs = next_words, next_up, next_xs
     at = (first_unit + (STEPS - 1) * UNITS) * WIDTH
     acc = _add_step(
@@ -231,9 +245,12 @@ def int4_rows_kernel(
     residual = 0.0
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + m_out * stride_res + n, mask=mask, other=0.0)
+    place = n
+    if HAS_PLACES:
+        place = tl.load(places_ptr + n, mask=n < size, other=0)
     finish(
         tl.sum(acc, 0), tl.sum(up_acc, 0) if GATED else 0.0, bias, up_bias, residual,
-        out_ptr + column + m_out * stride_out + n, mask, HAS_RESIDUAL, ACTIVATION,
+        out_ptr + column + m_out * stride_out + place, mask, HAS_RESIDUAL, ACTIVATION,
     )
 
 # fmt: on

@@ -37,6 +37,7 @@ def _add_units(
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = WIDTH // 32
     SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < WIDTH * UNITS else SLICES * UNITS
+    UNITS_IN_GROUP: tl.constexpr = (SLICES_IN_GROUP + SLICES - 1) // SLICES
     part = tl.zeros(acc.shape, tl.float32)
     one = tl.zeros([1], tl.int32)
     k = column_of(tl.arange(0, 32), WGMMA)[None, :]
@@ -47,16 +48,17 @@ def _add_units(
         else:
             inside = (one + unit < TOTAL_UNITS)[:, None]
             words = tl.load(word_ptrs + unit * 128, mask=inside, other=0, eviction_policy="evict_first")
-        group = tl.minimum(one + (unit * WIDTH) // GROUP, NUM_GROUPS - 1)
-        next_group = group
-        if GROUP < WIDTH:
-            next_group = tl.minimum(one + (unit * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
-        zero_a = unit_zeros(
-            zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
-        )
-        zero_b = unit_zeros(
-            zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
-        )
+        if u % UNITS_IN_GROUP == 0:
+            group = tl.minimum(one + (unit * WIDTH) // GROUP, NUM_GROUPS - 1)
+            next_group = group
+            if GROUP < WIDTH:
+                next_group = tl.minimum(one + (unit * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
+            zero_a = unit_zeros(
+                zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+            )
+            zero_b = unit_zeros(
+                zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+            )
         tiles = slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, WGMMA)
         for s in tl.static_range(SLICES):
             column = unit * WIDTH + s * 32 + k
@@ -93,8 +95,8 @@ def int4_tiles_kernel(
     WIDTH: tl.constexpr = 256 // BITS
     STEPS: tl.constexpr = (TOTAL_UNITS + SPLIT_K * UNITS - 1) // (SPLIT_K * UNITS)
     EVEN: tl.constexpr = TOTAL_UNITS % (SPLIT_K * UNITS) == 0 and TOTAL_UNITS * WIDTH == COLUMNS
-    tile, w_ptr, scale_ptr, zero_ptr, _, bias_ptr, size, bias_size, column = pick_quantized(
-        tl.program_id(0), w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, x_ptr, x_ptr, x_ptr, b_0, b_1, b_2,
+    tile, w_ptr, scale_ptr, zero_ptr, bias_ptr, size, bias_size, column = pick_quantized(
+        tl.program_id(0), w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, b_0, b_1, b_2,
         n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, STRIPS * 16, 1 if GATED else NUM_WEIGHTS,
     )
     split = tl.program_id(1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .int4_layout import COLUMN_ALIGNMENT, pack_codes, unpack_codes
 
@@ -37,9 +38,25 @@ class PackedWeight:
     def out_features(self) -> int:
         return self.scales.shape[1]
 
+    @property
+    def places(self) -> torch.Tensor | None:
+        """Where each channel of x stands in the order of `perm`, int32 `[K]`; None where `perm` has padding."""
+        if self.perm not in _places:
+            has_padding = bool((self.perm < 0).any())
+            _places[self.perm] = None if has_padding else self.perm.argsort().int()
+        return _places[self.perm]
+
+    def in_order(self) -> PackedWeight:
+        """The same for an x whose columns are in the order of `perm`."""
+        return replace(self, perm=None)
+
     def stored_columns(self, in_features: int) -> int:
         """Columns of the codes, with those that pad groups."""
         return in_features if self.perm is None else len(self.perm)
+
+
+#: Of every `perm` that was asked for.
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def same_format(weights: Sequence[PackedWeight]) -> bool:

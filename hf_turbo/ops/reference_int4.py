@@ -34,7 +34,14 @@ def int4_linear(
     *,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `int4_linear.int4_linear`; any number of weights."""
     dense = [dequantize(weight, x.shape[1], torch.float32) for weight in weights]
-    return linear(x, dense, biases, residual=residual, activation=activation)
+    out = linear(x, dense, biases, residual=residual, activation=activation)
+    return out if places is None else torch.empty_like(out).index_copy_(1, places.long(), out)
+
+
+def permute_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    """See `permute_columns.permute_columns`."""
+    return x.index_select(1, perm.clamp(min=0)).masked_fill_(perm < 0, 0)
