@@ -1,4 +1,4 @@
-"""Times linears with INT4 weights on a CUDA device, beside cuBLAS in bf16 and torch's own INT4 operator in the same run.
+"""Times linears with INT4 weights on a CUDA device, beside cuBLAS in bf16 and torch's own INT4 operator in one run.
 
     python -m benchmarks.int4_linear --out DIR [--rows 1 4 16 64] [--shapes qkv o ...] [--search] [--budget SECONDS]
 
@@ -48,7 +48,8 @@ ERROR_LIMIT = 2e-2
 def quantized_bytes(shape: Shape, rows: int) -> int:
     """What a launch has to move: codes, scales, x and the output."""
     numbers = sum(shape.sizes) * shape.k
-    return numbers // 2 + numbers // GROUP_SIZE * 2 + 2 * rows * (shape.k + shape.features * (2 if shape.residual else 1))
+    activations = rows * (shape.k + shape.features * (2 if shape.residual else 1))
+    return numbers // 2 + 2 * (numbers // GROUP_SIZE + activations)
 
 
 def random_weights(shape: Shape, perm: torch.Tensor | None = None, zeros: bool = False) -> list[PackedWeight]:
@@ -175,7 +176,7 @@ def time_shape(out: Run, shape: Shape, rows: int, search: bool, deadline: float)
     del dense, parts
     out.measure(shape, rows, "cublas-bf16", lambda i: F.linear(x, merged[i % len(merged)]), copies,
                 merged[0].nbytes, None)  # fmt: skip
-    del merged
+    merged.clear()
     if rows <= MAX_ROWS:
         time_int4pack(out, shape, rows, x, copies, size)
     for config in candidates(shape, rows) if search else [None]:

@@ -3,6 +3,8 @@
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
 from .patching import is_patched, paged_cache, patch, patched, release, unpatch
+from .quantization.data_free import quantize
+from .quantization.loading import load_int4
 from .quantization.registry import register_int4, register_missing, unregister_int4
 from .report import Report, report
 
@@ -13,9 +15,11 @@ __all__ = [
     "Report",
     "TurboConfig",
     "is_patched",
+    "load_int4",
     "paged_cache",
     "patch",
     "patched",
+    "quantize",
     "register_int4",
     "release",
     "report",

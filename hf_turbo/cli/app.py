@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 
@@ -19,6 +19,8 @@ from ..bench import cases as bench_cases
 from ..bench import models, plot, rows, run, table
 from ..patching import patch
 from ..report import report
+from ..sample_models import SampleModelName
+from . import quantize as quantizing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 
 _MODEL_HELP = f"A folder, an id of the Hugging Face Hub, or one of: {models.known_names()}."
+_IN_HELP = f"A folder, an id of the Hugging Face Hub, or one of: {', '.join(get_args(SampleModelName))}."
 _GRID_DEFAULTS = {"batch": "1", "prompt": "128", "new": "128", "beams": "1"}
 _TABLE_WIDTH = 120  # where no terminal says
 
@@ -120,6 +123,29 @@ def info(model: ModelName) -> None:
         typer.echo(f"steps aside: {reason}")
 
 
+@app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="IN", help=_IN_HELP)],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
+    group_size: Annotated[
+        int, typer.Option(help="Input channels that share a scale: 16, 32, 64, 128, ..., or -1 for all of a row.")
+    ] = 128,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Leave the linears of this name, or part of it. May be repeated."),
+    ] = None,
+) -> None:
+    """Write a copy of a model with its linears in 4 or 8 bits, as a GPTQ checkpoint.
+
+    Needs no data, no GPU, and memory for one of the model's files.
+    """
+    with _usage_errors():
+        for line in quantizing.quantize(source, target, bits, group_size, not asymmetric, skip or ()):
+            typer.echo(line)
+
+
 def _cases(written: list[str] | None, given: dict[str, str | None]) -> list[bench_cases.Case]:
     """The cases asked for one by one, else those of the grid."""
     if not written:
@@ -161,7 +187,7 @@ def _usage_errors() -> Iterator[None]:
     """What was asked for can't be had: said in one sentence, without a traceback."""
     try:
         yield
-    except (ValueError, ImportError) as error:
+    except (ValueError, NotImplementedError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
 
 

@@ -98,16 +98,16 @@ def norm_rule(mode: DeferredMode, value: Value) -> torch.Tensor | tuple[torch.Te
 
 
 def _normed(
-    mode: DeferredMode, source: torch.Tensor, norm: RMSNorm, places: torch.Tensor | None = None
+    mode: DeferredMode, source: torch.Tensor, norm: RMSNorm, perm: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The norm of a tensor's rows, `[rows, columns]`, and with it the residual's sum that the tensor may be."""
     size = source.shape[-1]
     total = pending(source, aten.add.Tensor)
     terms = None if total is None or whole(source).shape[-1] != size else match_sum(total)
     if total is None or terms is None or _takes_residual(mode, total):
-        return dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm, places=places)
+        return dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm, perm=perm)
     a, b = (mode.tensor(x).reshape(-1, size) for x in terms)
-    normed, added = dispatch.rms_norm(b, norm, residual=a, places=places)
+    normed, added = dispatch.rms_norm(b, norm, residual=a, perm=perm)
     mode.finish(total, added.view(total.meta.shape))
     return normed
 
@@ -214,9 +214,9 @@ def _launch(
 def _in_order(mode: DeferredMode, left: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """What a quantized weight multiplies, with its columns in the weight's order: from what computes it, if waiting."""
     if weight.places is not None:
-        found = match_rms_norm(left)
-        if found is not None and found[0].shape[-1] == left.shape[-1]:
-            return _normed(mode, *found, places=weight.places)
+        found, columns = match_rms_norm(left), left.shape[-1]
+        if found is not None and found[0].shape[-1] == columns <= dispatch.MAX_COLUMNS_TO_ORDER:
+            return _normed(mode, *found, perm=weight.perm)
         waiting = pending(left, aten.mul.Tensor)
         gated = None if waiting is None else match_gated(waiting)
         parts = None if gated is None else gate_and_up(*gated[:2])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import reference, reference_int4, reference_layers, reference_linear
+from . import cpu_int4, reference, reference_layers, reference_linear
 from .metadata import AttentionMetadata, LayerKV
 from .packed_weight import PackedWeight
 from .reference import gather_kv
@@ -34,6 +34,10 @@ __all__ = [
     "store_kv",
     "uses_triton",
 ]
+
+
+#: The longest rows whose columns `rms_norm` takes into another order.
+MAX_COLUMNS_TO_ORDER = 16384
 
 
 @cache
@@ -143,7 +147,8 @@ def serves_linear(
 
 def int4_linear(x: torch.Tensor, weights: Sequence[PackedWeight], *args: Any, **options: Any) -> torch.Tensor:
     """Linears of one to three quantized weights; see `int4_linear.int4_linear`."""
-    module = _kernels("int4_linear") if uses_triton(x.device) else reference_int4
+    is_for_kernels = uses_triton(x.device) and all(w.qweight.dtype == torch.int32 for w in weights)
+    module = _kernels("int4_linear") if is_for_kernels else cpu_int4
     return module.int4_linear(x, weights, *args, **options)
 
 
@@ -155,5 +160,6 @@ def permute_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
 
 def int4_dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight itself; see `reference_int4.dequantize`."""
-    module = _kernels("int4_linear") if uses_triton(weight.qweight.device) else reference_int4
+    is_for_kernels = uses_triton(weight.qweight.device) and weight.qweight.dtype == torch.int32
+    module = _kernels("int4_linear") if is_for_kernels else cpu_int4
     return module.dequantize(weight, columns, dtype)

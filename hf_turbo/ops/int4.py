@@ -87,7 +87,7 @@ def _fake_dequantize(qweight, scales, zeros, perm, bits, group_size, in_features
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, *weight, bias, bits, group_size = inputs
+    x, *weight, _, bits, group_size = inputs
     ctx.save_for_backward(*weight)
     ctx.format = bits, group_size, x.shape[-1]
 

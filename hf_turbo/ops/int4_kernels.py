@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from .linear_kernels import finish, load_bias
 
 # Signatures are laid out by kind of argument: weights, biases, other tensors, sizes, strides, constants.
 # fmt: off
@@ -73,9 +70,9 @@ _REGISTERS_8 = tl.constexpr("=h," * 4 + "r,r,r")
 @triton.jit
 def zero_operand(zero, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """What the conversion subtracts of codes with these zero points (int32), as bits."""
-    if BITS == 8 and DTYPE == tl.bfloat16:
+    if BITS == 8 and tl.bfloat16 == DTYPE:
         return zero | 0x4B000000
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         return (zero | 0xC300) * 0x10001
     else:
         return (zero | 0xE400) * 0x10001
@@ -109,7 +106,7 @@ def _numbers_4(words, zero_a, zero_b, DTYPE: tl.constexpr, ASM: tl.constexpr):
             _number(words, 8, 4, zero_a), _number(words, 24, 4, zero_a),
             _number(words, 12, 4, zero_b), _number(words, 28, 4, zero_b),
         )
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             _UNPACK_4_BF16, _REGISTERS_4, [words, zero_a, zero_b], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
         )
@@ -127,7 +124,7 @@ def _numbers_8(words, zero_a, zero_b, DTYPE: tl.constexpr, ASM: tl.constexpr):
             _number(words, 0, 8, zero_a), _number(words, 8, 8, zero_a),
             _number(words, 16, 8, zero_b), _number(words, 24, 8, zero_b),
         )
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             _UNPACK_8_BF16, _REGISTERS_8, [words, zero_a, zero_b], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
         )
@@ -224,13 +221,38 @@ def row_scales(scale_ptr, group, first_row, size, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def _load_zeros(zero_ptr, group, row, size, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Zero points of rows [1, B, 8] in groups [A], read two bytes at a time.
+def load_zeros(zero_ptr, group, first_row, size, HALF: tl.constexpr, STRIPS: tl.constexpr):
+    """Zero points of rows 0 to 7 (HALF 0) or 8 to 15 of strips in groups [A], two in each number: [4, 8, A, STRIPS],
+    the same for all 4 threads of a row, since each needs them.
 
-    A load of single bytes among a product's inputs makes Triton pick another order of k.
+    Read two bytes at a time: a load of single bytes among a product's inputs makes Triton pick another order of k.
     """
-    pair = tl.load(zero_ptr + group[:, None, None] * ((size + 1) // 2) + row // 2).to(tl.int32)
-    zero = (pair >> ((row & 1) * 8)) & 255
+    row = first_row + HALF * 8 + tl.arange(0, 8)[None, :, None, None] + tl.arange(0, STRIPS)[None, None, None, :] * 16
+    row = tl.minimum(row, size - 1) + tl.zeros([4, 1, 1, 1], tl.int32)
+    return tl.load(zero_ptr + (group[None, None, :, None] * ((size + 1) // 2) + row // 2))
+
+
+@triton.jit
+def unit_zeros(
+    pairs, next_pairs, TWO_GROUPS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+):
+    """`zero_operand` [A, STRIPS, 128] of a unit from `load_zeros` of its group, or of those of its two slices."""
+    A: tl.constexpr = pairs.shape[2]
+    STRIPS: tl.constexpr = pairs.shape[3]
+    zero = _odd_or_even(pairs, BITS, DTYPE, ASM)
+    if not TWO_GROUPS:
+        of_words = tl.broadcast_to(zero[:, :, :, :, None], (A, STRIPS, 8, 4, 4))
+    else:
+        both = tl.join(zero, _odd_or_even(next_pairs, BITS, DTYPE, ASM))
+        of_words = tl.broadcast_to(both[:, :, :, :, :, None], (A, STRIPS, 8, 4, 2, 2))
+    return tl.reshape(of_words, (A, STRIPS, 128))
+
+
+@triton.jit
+def _odd_or_even(pairs, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Of each pair the zero point of the row it was loaded for, as an operand, [A, STRIPS, 8, 4]."""
+    zero = (pairs.to(tl.int32) >> ((tl.arange(0, 8) & 1) * 8)[None, :, None, None]) & 255
+    zero = tl.permute(zero, (2, 3, 1, 0))
     if ASM:
         return zero_operand(zero, BITS, DTYPE)
     else:
@@ -238,22 +260,12 @@ def _load_zeros(zero_ptr, group, row, size, BITS: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
-def unit_zeros(
-    zero_ptr, group, next_group, first_row, size, HALF: tl.constexpr, STRIPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    TWO_GROUPS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-):
-    """`zero_operand` [A, STRIPS, 128] of rows 0 to 7 (HALF 0) or 8 to 15 of units whose slices are in these groups."""
-    A: tl.constexpr = group.shape[0]
-    if HAS_ZEROS:
-        row = first_row + HALF * 8 + tl.arange(0, STRIPS)[:, None] * 16 + tl.arange(0, 8)[None, :]
-        row = tl.minimum(row, size - 1)[None, :, :]
-        zero = _load_zeros(zero_ptr, group, row, size, BITS, DTYPE, ASM)
-        if not TWO_GROUPS:
-            return tl.reshape(tl.broadcast_to(zero[:, :, :, None], (A, STRIPS, 8, 16)), (A, STRIPS, 128))
-        else:
-            both = tl.join(zero, _load_zeros(zero_ptr, next_group, row, size, BITS, DTYPE, ASM))
-            both = tl.broadcast_to(both[:, :, :, None, :, None], (A, STRIPS, 8, 4, 2, 2))
-            return tl.reshape(both, (A, STRIPS, 128))
+def middle_zeros(A: tl.constexpr, STRIPS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The same where all zero points are `2**(BITS - 1)`."""
+    middle = tl.full([A, STRIPS, 128], 1 << (BITS - 1), tl.int32)
+    if ASM:
+        return zero_operand(middle, BITS, DTYPE)
     else:
-        middle = tl.full([A, STRIPS, 128], 1 << (BITS - 1), tl.int32)
-        return zero_operand(middle, BITS, DTYPE) if ASM else middle
+        return middle
+
+# fmt: on

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .int4_kernels import codes_minus_zeros, pick_quantized, row_scales, slices, unit_zeros
+from .int4_kernels import (
+    codes_minus_zeros,
+    load_zeros,
+    middle_zeros,
+    pick_quantized,
+    row_scales,
+    slices,
+    unit_zeros,
+)
 from .linear_kernels import finish, load_bias
 
 # Signatures are laid out by kind of argument: weights, biases, other tensors, sizes, strides, constants.
@@ -25,17 +33,6 @@ def _after_loads(step, ASM: tl.constexpr):
     if ASM:
         tl.inline_asm_elementwise(
             "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [step + 0], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _prefetch_rows(ptr, first_group, row, stride, GROUPS: tl.constexpr, NUM_GROUPS: tl.constexpr, ASM: tl.constexpr):
-    """Asks the L2 cache for what 16 rows have in GROUPS groups from `first_group` [A] on: 32 bytes or less a group."""
-    if ASM:
-        group = tl.minimum(first_group[:, None] + tl.arange(0, GROUPS)[None, :], NUM_GROUPS - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr + group * stride + row],
-            dtype=tl.int32, is_pure=False, pack=1,
         )
 
 
@@ -100,38 +97,52 @@ def multiply(numbers, x, acc, ASM: tl.constexpr):
 
 
 @triton.jit
+def _load_zeros(
+    zero_ptr, first_row, size, first_column, GROUPS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+):
+    """Zero points of both halves of the rows in GROUPS groups from that of `first_column` [A] on."""
+    zeros = ()
+    if HAS_ZEROS:
+        for g in tl.static_range(GROUPS):
+            group = tl.minimum(first_column // GROUP + g, NUM_GROUPS - 1)
+            first = load_zeros(zero_ptr, group, first_row, size, 0, STRIPS)
+            zeros = zeros + (first, load_zeros(zero_ptr, group, first_row, size, 1, STRIPS))
+    return zeros
+
+
+@triton.jit
 def _add_step(
-    acc, words, xs, scale_ptr, zero_ptr, first_row, size, first_column,
+    acc, words, xs, zeros, scale_ptr, first_row, size, first_column,
     UNITS: tl.constexpr, STRIPS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    SLICES_IN_GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):
     """acc [A, 16 STRIPS, ROWS] and the products of UNITS units, whose first column is `first_column` [A]."""
     A: tl.constexpr = acc.shape[0]
-    WIDTH: tl.constexpr = 256 // BITS
-    SLICES: tl.constexpr = WIDTH // 32
-    SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < WIDTH * UNITS else SLICES * UNITS
-    UNITS_IN_GROUP: tl.constexpr = (SLICES_IN_GROUP + SLICES - 1) // SLICES
+    SLICES: tl.constexpr = 256 // BITS // 32
+    TWO_GROUPS: tl.constexpr = SLICES_IN_GROUP < SLICES
     part = tl.zeros([A, STRIPS * 16, ROWS], tl.float32)
     for u in tl.static_range(UNITS):
-        if u % UNITS_IN_GROUP == 0:
-            group = tl.minimum((first_column + u * WIDTH) // GROUP, NUM_GROUPS - 1)
-            next_group = group
-            if GROUP < WIDTH:
-                next_group = tl.minimum((first_column + u * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
+        if not HAS_ZEROS:
+            zero_a = middle_zeros(A, STRIPS, BITS, DTYPE, ASM)
+            zero_b = zero_a
+        else:
+            # Zero points of the groups of the unit's first and last slice.
             zero_a = unit_zeros(
-                zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+                zeros[u * SLICES // SLICES_IN_GROUP * 2], zeros[(u * SLICES + SLICES - 1) // SLICES_IN_GROUP * 2],
+                TWO_GROUPS, BITS, DTYPE, ASM,
             )
             zero_b = unit_zeros(
-                zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+                zeros[u * SLICES // SLICES_IN_GROUP * 2 + 1],
+                zeros[(u * SLICES + SLICES - 1) // SLICES_IN_GROUP * 2 + 1],
+                TWO_GROUPS, BITS, DTYPE, ASM,
             )
         tiles = slices(codes_minus_zeros(words[u], zero_a, zero_b, BITS, DTYPE, ASM), BITS, False)
         for s in tl.static_range(SLICES):
             part = multiply(tiles[s], _columns_first(xs[u * SLICES + s], A, ROWS), part, ASM)
             if (u * SLICES + s + 1) % SLICES_IN_GROUP == 0:
-                of_slice = group
-                if s > 0:
-                    of_slice = next_group
-                acc += part * row_scales(scale_ptr, of_slice, first_row, size, STRIPS)[:, :, None]
+                group = tl.minimum((first_column + (u * SLICES + s) * 32) // GROUP, NUM_GROUPS - 1)
+                acc += part * row_scales(scale_ptr, group, first_row, size, STRIPS)[:, :, None]
                 part = tl.zeros([A, STRIPS * 16, ROWS], tl.float32)
     return acc
 
@@ -158,6 +169,8 @@ def int4_rows_kernel(
     DTYPE: tl.constexpr = tl.float16 if x_ptr.dtype.element_ty == tl.float16 else tl.bfloat16
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = UNITS * WIDTH // 32
+    SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < UNITS * WIDTH else SLICES
+    GROUPS: tl.constexpr = SLICES // SLICES_IN_GROUP
     STEPS: tl.constexpr = (TOTAL_UNITS + SHARES * UNITS - 1) // (SHARES * UNITS)
     EVEN_UNITS: tl.constexpr = TOTAL_UNITS % (SHARES * UNITS) == 0
     EVEN: tl.constexpr = EVEN_UNITS and TOTAL_UNITS * WIDTH == COLUMNS
@@ -179,20 +192,11 @@ def int4_rows_kernel(
     x_column = x_column + first_unit[None, None, :, None, None] * WIDTH
 
     words = _load_units(w_ptr + word_offset, first_unit, UNITS, TOTAL_UNITS, EVEN_UNITS)
-    up_words = words
+    zeros = _load_zeros(zero_ptr, first_row, size, first_unit * WIDTH, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS)
+    up_words, up_zeros = words, zeros
     if GATED:
         up_words = _load_units(w_1 + word_offset, first_unit, UNITS, TOTAL_UNITS, EVEN_UNITS)
-    SPAN: tl.constexpr = (STEPS * UNITS * WIDTH + GROUP - 1) // GROUP
-    GROUPS: tl.constexpr = triton.next_power_of_2(SPAN)
-    first_group = first_unit * WIDTH // GROUP
-    row = tl.minimum(first_row, size - 1)
-    _prefetch_rows(scale_ptr, first_group, row, size, GROUPS, NUM_GROUPS, ASM)
-    if HAS_ZEROS:
-        _prefetch_rows(zero_ptr, first_group, row // 2, (size + 1) // 2, GROUPS, NUM_GROUPS, ASM)
-    if GATED:
-        _prefetch_rows(s_1, first_group, row, size, GROUPS, NUM_GROUPS, ASM)
-        if HAS_ZEROS:
-            _prefetch_rows(z_1, first_group, row // 2, (size + 1) // 2, GROUPS, NUM_GROUPS, ASM)
+        up_zeros = _load_zeros(z_1, first_row, size, first_unit * WIDTH, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS)
     _after_loads(tile, ASM)
     if PDL:
         gdc_wait()
@@ -204,37 +208,38 @@ def int4_rows_kernel(
         unit = first_unit + (step + 1) * UNITS
         next_offset = word_offset + (step + 1) * (UNITS * 128)
         next_words = _load_units(w_ptr + next_offset, unit, UNITS, TOTAL_UNITS, EVEN_UNITS)
-        next_up = next_words
+        at, next_at = (first_unit + step * UNITS) * WIDTH, unit * WIDTH
+        next_zeros = _load_zeros(zero_ptr, first_row, size, next_at, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS)
+        next_up, next_up_zeros = next_words, next_zeros
         if GATED:
             next_up = _load_units(w_1 + next_offset, unit, UNITS, TOTAL_UNITS, EVEN_UNITS)
+            next_up_zeros = _load_zeros(z_1, first_row, size, next_at, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS)
+        next_column = x_column + (step + 1) * (UNITS * WIDTH)
         next_xs = xs
         if AHEAD:
-            next_column = x_column + (step + 1) * (UNITS * WIDTH)
             next_xs = _load_slices(x_ptrs, row_inside, next_column, SLICES, COLUMNS, EVEN)
         _after_loads(step, ASM)
-        at = (first_unit + step * UNITS) * WIDTH
         acc = _add_step(
-            acc, words, xs, scale_ptr, zero_ptr, first_row, size, at,
-            UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, ASM,
+            acc, words, xs, zeros, scale_ptr, first_row, size, at,
+            UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE, ASM,
         )
         if GATED:
             up_acc = _add_step(
-                up_acc, up_words, xs, s_1, z_1, first_row, size, at,
-                UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, ASM,
+                up_acc, up_words, xs, up_zeros, s_1, first_row, size, at,
+                UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE, ASM,
             )
         if not AHEAD:
-            next_column = x_column + (step + 1) * (UNITS * WIDTH)
             next_xs = _load_slices(x_ptrs, row_inside, next_column, SLICES, COLUMNS, EVEN)
-        words, up_words, xs = next_words, next_up, next_xs
+        words, zeros, up_words, up_zeros, xs = next_words, next_zeros, next_up, next_up_zeros, next_xs
     at = (first_unit + (STEPS - 1) * UNITS) * WIDTH
     acc = _add_step(
-        acc, words, xs, scale_ptr, zero_ptr, first_row, size, at,
-        UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, ASM,
+        acc, words, xs, zeros, scale_ptr, first_row, size, at,
+        UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE, ASM,
     )
     if GATED:
         up_acc = _add_step(
-            up_acc, up_words, xs, s_1, z_1, first_row, size, at,
-            UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, ASM,
+            up_acc, up_words, xs, up_zeros, s_1, first_row, size, at,
+            UNITS, STRIPS, ROWS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE, ASM,
         )
 
     n = first_row + tl.arange(0, STRIPS * 16)[:, None]

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .int4_kernels import codes_minus_zeros, column_of, pick_quantized, slices, unit_zeros
+from .int4_kernels import (
+    codes_minus_zeros,
+    column_of,
+    load_zeros,
+    middle_zeros,
+    pick_quantized,
+    slices,
+    unit_zeros,
+)
 from .int4_rows import multiply
 from .linear_kernels import finish, load_bias
 
@@ -24,6 +32,26 @@ def _scales(scale_ptr, group, first_row, size, STRIPS: tl.constexpr):
     """Scales [16 STRIPS, 1] in fp32 of rows `first_row` on, for group [1]."""
     row = tl.minimum(first_row + tl.arange(0, STRIPS * 16), size - 1)
     return tl.load(scale_ptr + tl.sum(group) * size + row).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _zeros(
+    zero_ptr, group, next_group, first_row, size, STRIPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    TWO_GROUPS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+):
+    """What the conversion subtracts of a unit's rows 0 to 7 and 8 to 15, whose slices are in these groups [1]."""
+    if not HAS_ZEROS:
+        zero = middle_zeros(1, STRIPS, BITS, DTYPE, ASM)
+        return zero, zero
+    else:
+        pairs_a = load_zeros(zero_ptr, group, first_row, size, 0, STRIPS)
+        pairs_b = load_zeros(zero_ptr, group, first_row, size, 1, STRIPS)
+        next_a, next_b = pairs_a, pairs_b
+        if TWO_GROUPS:
+            next_a = load_zeros(zero_ptr, next_group, first_row, size, 0, STRIPS)
+            next_b = load_zeros(zero_ptr, next_group, first_row, size, 1, STRIPS)
+        zero_a = unit_zeros(pairs_a, next_a, TWO_GROUPS, BITS, DTYPE, ASM)
+        return zero_a, unit_zeros(pairs_b, next_b, TWO_GROUPS, BITS, DTYPE, ASM)
 
 
 @triton.jit
@@ -53,11 +81,8 @@ def _add_units(
             next_group = group
             if GROUP < WIDTH:
                 next_group = tl.minimum(one + (unit * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
-            zero_a = unit_zeros(
-                zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
-            )
-            zero_b = unit_zeros(
-                zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+            zero_a, zero_b = _zeros(
+                zero_ptr, group, next_group, first_row, size, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
             )
         tiles = slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, WGMMA)
         for s in tl.static_range(SLICES):
@@ -148,7 +173,7 @@ def int4_dequantize_kernel(
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, STRIPS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """One program: one unit across of STRIPS strips, its columns in their order. Row 0 of out is `first_strip`'s first."""
+    """One program: one unit across of STRIPS strips, columns in their order. Row 0 of out is `first_strip`'s first."""
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = WIDTH // 32
     DTYPE: tl.constexpr = tl.float16 if out_ptr.dtype.element_ty == tl.float16 else tl.bfloat16
@@ -161,11 +186,8 @@ def int4_dequantize_kernel(
     next_group = group
     if GROUP < WIDTH:
         next_group = tl.minimum(tl.zeros([1], tl.int32) + (unit * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
-    zero_a = unit_zeros(
-        zero_ptr, group, next_group, first_row, size, 0, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
-    )
-    zero_b = unit_zeros(
-        zero_ptr, group, next_group, first_row, size, 1, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+    zero_a, zero_b = _zeros(
+        zero_ptr, group, next_group, first_row, size, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
     )
     tiles = slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, False)
     row = first_row + tl.arange(0, STRIPS * 16)[:, None]

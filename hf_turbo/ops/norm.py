@@ -75,13 +75,13 @@ def _load_sum(x_ptr, residual_ptr, column, mask, HAS_RESIDUAL: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, places_ptr, eps, stride_x, stride_residual, stride_out,
-    COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_PLACES: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, perm_ptr, eps, stride_x, stride_residual, stride_out,
+    COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_PERM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: one row. `sum_ptr`: where x plus the residual goes, rows in a row; `places_ptr`: which column of the
-    result each goes to."""
+    """One program: one row. `sum_ptr`: where x plus the residual goes, rows in a row; `perm_ptr`: which column each of
+    the result's is."""
     if PDL:
         gdc_launch_dependents()
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -97,9 +97,8 @@ def _rms_norm_kernel(
         if HAS_WEIGHT:
             # A parameter: no kernel of the step writes it, so it need not wait for the kernel before.
             weight = tl.load(weight_ptr + first_columns, mask=mask, other=0.0)
-        place = first_columns
-        if HAS_PLACES:
-            place = tl.load(places_ptr + first_columns, mask=mask, other=0)
+        if HAS_PERM:
+            perm = tl.load(perm_ptr + first_columns, mask=mask, other=0)
         if PDL:
             gdc_wait()
         x = _load_sum(x_ptr, residual_ptr, first_columns, mask, HAS_RESIDUAL)
@@ -107,7 +106,9 @@ def _rms_norm_kernel(
             tl.store(sum_ptr + first_columns, x.to(DTYPE), mask=mask)
         n = x * tl.rsqrt(tl.sum(x * x, 0) * (1.0 / COLUMNS) + eps)
         y = apply_norm_weight(n, weight, DTYPE, HAS_WEIGHT, PLUS_ONE, ROUND_FIRST)
-        tl.store(out_ptr + place, y.to(DTYPE), mask=mask)
+        if HAS_PERM:
+            y = tl.gather(y, perm, 0)
+        tl.store(out_ptr + first_columns, y.to(DTYPE), mask=mask)
     else:
         if PDL:
             gdc_wait()
@@ -127,10 +128,7 @@ def _rms_norm_kernel(
             if HAS_RESIDUAL:
                 tl.store(sum_ptr + column, x.to(DTYPE), mask=mask)
             y = apply_norm_weight(x * inverse, weight, DTYPE, HAS_WEIGHT, PLUS_ONE, ROUND_FIRST)
-            place = column
-            if HAS_PLACES:
-                place = tl.load(places_ptr + column, mask=mask, other=0)
-            tl.store(out_ptr + place, y.to(DTYPE), mask=mask)
+            tl.store(out_ptr + column, y.to(DTYPE), mask=mask)
 
 
 # fmt: on
@@ -167,7 +165,7 @@ def rms_norm(
     norm: RMSNorm,
     *,
     residual: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: NormConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -177,9 +175,9 @@ def rms_norm(
         x: `[rows, columns]`, bf16, fp16 or fp32; any row stride, the last stride 1.
         norm: the weight, `[columns]`, and how it is applied.
         residual: `[rows, columns]` in x's dtype, the last stride 1.
-        places: int32 `[columns]`, which column of the result each column goes to; None: its own.
-        out: where to write the result, `[rows, columns]` in x's dtype, the last stride 1; without `places` it may be
-            `x` or `residual`. Allocated if None.
+        perm: int32 `[columns]`, the order that the result's columns are to have; None: their own.
+        out: where to write the result, `[rows, columns]` in x's dtype, the last stride 1; it may be `x` or
+            `residual`. Allocated if None.
         config: overrides the table (for measuring).
 
     Returns:
@@ -194,15 +192,17 @@ def rms_norm(
     check_norm(norm, columns)
     if residual is not None:
         _check_rows("residual", residual, x)
-    if places is not None and (places.shape != (columns,) or places.dtype != torch.int32):
-        raise ValueError(f"places must be int32 [{columns}], got {list(places.shape)}, {places.dtype}")
+    if perm is not None and (perm.shape != (columns,) or perm.dtype != torch.int32):
+        raise ValueError(f"perm must be int32 [{columns}], got {list(perm.shape)}, {perm.dtype}")
+    if perm is not None and columns > MAX_COLUMNS_AT_ONCE:
+        raise ValueError(f"perm takes rows of at most {MAX_COLUMNS_AT_ONCE} columns, got {columns}")
     if out is None:
         out = x.new_empty(rows, columns)
     else:
         _check_rows("out", out, x)
     total = out if residual is None else x.new_empty(rows, columns)
     if rows > 0:
-        _launch(x, norm, residual, places, out, total, config or choose_config(columns, device_facts(x.device)))
+        _launch(x, norm, residual, perm, out, total, config or choose_config(columns, device_facts(x.device)))
     return out if residual is None else (out, total)
 
 
@@ -210,7 +210,7 @@ def _launch(
     x: torch.Tensor,
     norm: RMSNorm,
     residual: torch.Tensor | None,
-    places: torch.Tensor | None,
+    perm: torch.Tensor | None,
     out: torch.Tensor,
     total: torch.Tensor,
     config: NormConfig,
@@ -221,9 +221,9 @@ def _launch(
     weight = x if norm.weight is None else norm.weight
     strides = (x.stride(0), addend.stride(0), out.stride(0))
     constants = (
-        columns, residual is not None, places is not None, *norm_constants(norm), config.block, config.pdl,
+        columns, residual is not None, perm is not None, *norm_constants(norm), config.block, config.pdl,
     )  # fmt: skip
-    tensors = (x, addend, weight, out, total, x if places is None else places)
+    tensors = (x, addend, weight, out, total, x if perm is None else perm)
     misaligned = tuple(tensor.data_ptr() % 16 for tensor in tensors)
     with torch.cuda.device_of(x):
         _launch_norm(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import cpu_int4_layout
 from .int4_layout import COLUMN_ALIGNMENT, pack_codes, unpack_codes
 
 #: Group sizes below `COLUMN_ALIGNMENT` that a step of the kernels holds a whole number of.
@@ -16,15 +17,16 @@ _SMALL_GROUPS = (32, 64)
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """`W[n, c] = scales[g, n] * (code[n, k] - zeros[g, n])`, g = k // group_size; column k is input channel c = perm[k].
+    """`W[n, c] = scales[g, n] * (code[n, k] - zeros[g, n])`, g = k // group_size; column k is channel c = perm[k].
 
     Args:
-        qweight: int32, the codes as `int4_layout.pack_codes` lays them.
+        qweight: the codes: int32 as `int4_layout.pack_codes` lays them, which is what the kernels take, or uint8 as
+            `cpu_int4_layout.pack_codes` does, which is for a CPU (and read anywhere, slowly).
         scales: `[G, N]`, fp16, bf16 or fp32.
         zeros: uint8 `[G, N]`, or None: all `2**(bits - 1)`.
         perm: int32 `[columns]`, or None: column k is channel k. Columns that are padding have -1.
         bits: width of a code's field, 4 or 8.
-        group_size: columns of a group: 32, 64 or a multiple of 128; G = ceil(columns / group_size).
+        group_size: columns of a group; G = ceil(columns / group_size). For the kernels 32, 64 or a multiple of 128.
     """
 
     qweight: torch.Tensor
@@ -59,6 +61,11 @@ class PackedWeight:
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def has_layout_of(qweight: torch.Tensor, device: torch.device) -> bool:
+    """Whether codes lie as is best for a device."""
+    return (qweight.dtype == torch.uint8) == (device.type == "cpu")
+
+
 def same_format(weights: Sequence[PackedWeight]) -> bool:
     """Whether one kernel launch can read all of them."""
     formats = {
@@ -71,6 +78,21 @@ def same_format(weights: Sequence[PackedWeight]) -> bool:
     return len(formats) == 1
 
 
+def pack_for_device(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+) -> PackedWeight:
+    """Packs a weight as is best for the device that it is on; see `pack_weight`."""
+    if codes.device.type != "cpu":
+        return pack_weight(codes, scales, zeros, perm, bits, group_size)
+    packed = cpu_int4_layout.pack_codes(codes, bits)
+    return PackedWeight(packed, scales.contiguous(), zeros, perm, bits, group_size)
+
+
 def pack_weight(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -79,7 +101,7 @@ def pack_weight(
     bits: int,
     group_size: int,
 ) -> PackedWeight:
-    """Packs a weight whose groups are of any size.
+    """Packs a weight whose groups are of any size, for the kernels.
 
     Args:
         codes: uint8 `[N, K]`, below `2**bits`.
@@ -108,6 +130,8 @@ def pack_weight(
 def unpack_weight(weight: PackedWeight, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The codes, uint8 `[N, columns]`, and the channels of their columns (None: in order), without padding."""
     perm = weight.perm
+    if weight.qweight.dtype == torch.uint8:
+        return cpu_int4_layout.unpack_codes(weight.qweight, weight.bits, weight.out_features, columns), perm
     codes = unpack_codes(weight.qweight, weight.bits, weight.out_features, weight.stored_columns(columns))
     if perm is None:
         return codes, None

@@ -15,14 +15,14 @@ def rms_norm(
     norm: RMSNorm,
     *,
     residual: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `norm.rms_norm`."""
     total = x if residual is None else residual + x
     result = _normalize(total, norm)
-    if places is not None:
-        result = torch.empty_like(result).index_copy_(1, places.long(), result)
+    if perm is not None:
+        result = result.index_select(1, perm)
     if out is not None:
         result = out.copy_(result)
     return result if residual is None else (result, total)

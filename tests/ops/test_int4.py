@@ -84,9 +84,9 @@ def test_a_code_lies_where_the_page_says():
         assert code == codes[16 * down + 8 * half + row, column]
 
 
-@pytest.mark.parametrize("bits", (4, 8))
-@pytest.mark.parametrize("group_size", (5, 16, 32, 48, 64, 96, 100, 128, 200, 256))
-@pytest.mark.parametrize("zeros, perm", ((False, False), (True, True)))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [5, 16, 32, 48, 64, 96, 100, 128, 200, 256])
+@pytest.mark.parametrize("zeros, perm", [(False, False), (True, True)])
 def test_pack_weight(bits, group_size, zeros, perm):
     weight, values = random_weight(24, 200, bits, group_size, zeros, perm)
     columns = weight.stored_columns(200)
@@ -100,8 +100,8 @@ def test_pack_weight(bits, group_size, zeros, perm):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("bits", (4, 8))
-@pytest.mark.parametrize("group_size", (32, 64, 128, 256))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
 def test_dequantize(dtype, bits, group_size):
     for zeros in (False, True):
         weight, _ = random_weight(40, 200, bits, group_size, zeros)
@@ -120,11 +120,11 @@ STREAM = Int4Config(strips=1, units=2, shares=2, num_warps=2, ahead=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("rows", (1, 11))
-@pytest.mark.parametrize("bits, group_size, zeros, perm", (
+@pytest.mark.parametrize("rows", [1, 11])
+@pytest.mark.parametrize("bits, group_size, zeros, perm", [
     (4, 32, False, False), (4, 32, True, False), (4, 64, True, True), (4, 128, False, False), (4, 128, True, False),
     (4, 48, False, True), (4, 300, True, False), (8, 32, False, True), (8, 64, True, False), (8, 128, False, False),
-))  # fmt: skip
+])  # fmt: skip
 def test_few_rows(dtype, rows, bits, group_size, zeros, perm):
     for columns, ahead in ((256, True), (300, False)):
         weight = random_weight(24, columns, bits, group_size, zeros, perm)
@@ -132,7 +132,7 @@ def test_few_rows(dtype, rows, bits, group_size, zeros, perm):
         check(rows, [weight], dtype, config=dataclasses.replace(STREAM, ahead=ahead, units=step))
 
 
-@pytest.mark.parametrize("strips, shares, units", ((1, 4, 1), (2, 2, 2), (4, 1, 4), (1, 8, 2)))
+@pytest.mark.parametrize("strips, shares, units", [(1, 4, 1), (2, 2, 2), (4, 1, 4), (1, 8, 2)])
 def test_shapes_of_programs(strips, shares, units):
     weights = [random_weight(n, 640, group_size=128, zeros=True) for n in (40, 16, 33)]
     config = Int4Config(strips, units, shares, num_warps=shares)
@@ -140,16 +140,16 @@ def test_shapes_of_programs(strips, shares, units):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("bits, group_size, zeros, perm", (
+@pytest.mark.parametrize("bits, group_size, zeros, perm", [
     (4, 32, True, False), (4, 64, False, True), (4, 128, True, False), (8, 32, False, False), (8, 128, True, True),
-))  # fmt: skip
+])  # fmt: skip
 def test_more_rows(dtype, bits, group_size, zeros, perm):
     for columns, shares in ((256, 1), (300, 3)):
         weight = random_weight(70, columns, bits, group_size, zeros, perm)
         check(20, [weight], dtype, config=Int4Config(4, 1, shares, 4, num_stages=2))
 
 
-@pytest.mark.parametrize("rows", (1, 20, 70))
+@pytest.mark.parametrize("rows", [1, 20, 70])
 def test_what_is_folded_in(rows):
     pair = [random_weight(48, 128, zeros=True) for _ in range(2)]
     check(rows, pair, torch.float16, activation="silu")
@@ -158,12 +158,12 @@ def test_what_is_folded_in(rows):
     check(rows, [*pair, random_weight(20, 128, zeros=True)], torch.float16, biases="nyn")
 
 
-@pytest.mark.parametrize("rows", (1, 20, 70))
+@pytest.mark.parametrize("rows", [1, 20, 70])
 def test_weights_with_orders_of_their_own(rows):
     check(rows, [random_weight(32, 128, perm=True) for _ in range(3)], torch.float16)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_of_other_dtypes(dtype):
     check(2, [random_weight(32, 128, scales_dtype=dtype)], torch.float32, config=STREAM)
 
@@ -176,14 +176,14 @@ def test_large_activations_stay_finite():
     torch.testing.assert_close(ops.int4_linear(x.bfloat16(), [weight]), expected, rtol=2e-2, atol=2e-2 * 6e4 / 128)
 
 
-@pytest.mark.parametrize("change, message", (
+@pytest.mark.parametrize("change, message", [
     (dict(residual=torch.zeros(1, 3)), "a residual takes one weight"),
     (dict(activation="relu"), "activation must be None or one of"),
     (dict(activation="silu"), "two weights of one size"),
     (dict(biases=[torch.zeros(3)]), "a bias must be"),
     (dict(x=torch.zeros(1, 128).double()), "fp32, fp16 or bf16"),
     (dict(weights=[]), "1 to 3 weights"),
-))  # fmt: skip
+])  # fmt: skip
 def test_bad_input(change, message):
     weight, _ = random_weight(32, 128)
     x = torch.zeros(1, 128, device=DEVICE)
@@ -229,8 +229,8 @@ def test_operators_have_shapes_without_data():
     )
 
 
-@pytest.mark.parametrize("rows", (1, 8, 16, 17, 64))
-@pytest.mark.parametrize("bits, group_size", ((4, 32), (4, 64), (4, 128), (4, 384), (8, 32), (8, 128)))
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64])
+@pytest.mark.parametrize("bits, group_size", [(4, 32), (4, 64), (4, 128), (4, 384), (8, 32), (8, 128)])
 def test_the_table_has_steps_that_groups_fit(rows, bits, group_size):
     for features, columns, gated in ((4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (576, 1536, False)):
         config = choose_config(rows, features, columns, gated, bits, group_size, torch.bfloat16, H200)

@@ -196,3 +196,27 @@ def test_each_launch_waits_for_the_one_before():
         graph.replay()
         for ours, theirs in zip(actual, expected):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("columns", [96, 128])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_columns_in_another_order(columns, has_residual):
+    x = random_rows(3, columns, torch.float16)
+    residual = random_rows(3, columns, torch.float16) if has_residual else None
+    norm = make_norm("llama", columns, torch.float16)
+    perm = torch.randperm(columns, device=DEVICE).int()
+    plain, ordered = (rms_norm(x, norm, residual=residual, perm=order) for order in (None, perm))
+    if has_residual:
+        assert torch.equal(plain[1], ordered[1])
+        plain, ordered = plain[0], ordered[0]
+    assert torch.equal(ordered, plain[:, perm.long()]) and not torch.equal(ordered, plain)
+
+
+def test_orders_that_do_not_fit():
+    norm = make_norm("llama", 96, torch.float16)
+    x = random_rows(3, 96, torch.float16)
+    with pytest.raises(ValueError, match=r"perm must be int32 \[96\]"):
+        rms_norm(x, norm, perm=torch.arange(96, device=DEVICE))
+    long = random_rows(1, 17000, torch.float16)
+    with pytest.raises(ValueError, match="at most 16384 columns"):
+        rms_norm(long, make_norm("no-weight", 17000, torch.float16), perm=torch.arange(17000, device=DEVICE).int())
