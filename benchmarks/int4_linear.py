@@ -99,12 +99,12 @@ def candidates(shape: Shape, rows: int) -> Iterator[Int4Config]:
             warps = ceil_div(features, 16 * strips) * shares
             registers = strips * step * (2 if shape.activation else 1) + step * ceil_div(rows, 8) * 2
             if warps >= 132 * 6 and registers <= 32 and units >= shares * step:
-                yield Int4Config(strips, step, shares, shares, ahead=ahead, pdl=True)
+                yield Int4Config(True, strips, step, shares, shares, ahead=ahead, pdl=True)
     else:
         for shares, warps, step, stages in itertools.product((1, 2, 4, 8), (4, 8), (1, 2), (2, 3, 4, 5)):
             programs = ceil_div(features, 64) * shares
             if 100 <= programs <= 5000 and units >= 4 * shares * step:
-                yield Int4Config(4, step, shares, warps, num_stages=stages, pdl=True)
+                yield Int4Config(False, 4, step, shares, warps, num_stages=stages, pdl=True)
 
 
 class Run:
@@ -156,9 +156,7 @@ class Run:
         for (name, rows), cell in self.best.items():
             figures = "  ".join(f"{v} {us:.1f} ({part:.2f})" for v, (us, part, _) in cell.items())
             config = cell.get("hf_turbo", (0, 0, None))[2]
-            short = config and (f"strips {config.strips} units {config.units} shares {config.shares} "
-                                f"warps {config.num_warps} stages {config.num_stages} ahead {config.ahead:d}")  # fmt: skip
-            print(f"{name:11} {rows:4}: {figures}  {short or ''}")
+            print(f"{name:11} {rows:4}: {figures}  {config or ''}")
 
 
 def time_shape(out: Run, shape: Shape, rows: int, search: bool, deadline: float) -> None:
@@ -187,7 +185,9 @@ def time_shape(out: Run, shape: Shape, rows: int, search: bool, deadline: float)
         perm = torch.randperm(shape.k).int()
         for name, options in (("act-order", {"perm": perm}), ("asymmetric", {"zeros": True})):
             other = random_weights(shape, **options)
-            others = [[dataclasses.replace(w, qweight=s.qweight) for w, s in zip(other, each, strict=True)] for each in sets]
+            others = [
+                [dataclasses.replace(w, qweight=s.qweight) for w, s in zip(other, each, strict=True)] for each in sets
+            ]
             out.measure(shape, rows, name, lambda i, o=others: call(x, o[i], shape, None, residual), copies, size, None)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from ..quantization.int4_linear import Int4Linear
 from .cases import Case
 from .measure import clock
 
@@ -22,17 +24,27 @@ def step_bytes(model: Any, case: Case) -> float:
 
 
 def weight_bytes(model: Any, rows: int) -> float:
-    """Bytes of the weights that a step of `rows` sequences must read."""
-    head = model.get_output_embeddings().weight
+    """Bytes of the weights, quantized or not, that a step of `rows` sequences must read."""
+    head = list(_weights(model.get_output_embeddings()))
     decoder = model.get_decoder()
-    rows_only = {id(m.weight) for m in decoder.modules() if isinstance(m, nn.Embedding) and m.weight is not head}
-    weights = {id(p): (name, p) for name, p in decoder.named_parameters()} | {id(head): ("", head)}
+    is_head = {id(p) for _, p in head}
+    embeddings = (m.weight for m in decoder.modules() if isinstance(m, nn.Embedding))
+    rows_only = {id(weight) for weight in embeddings} - is_head
+    weights = {id(p): (name, p) for name, p in [*_weights(decoder), *head]}
     share = _share_of_experts(model.config.get_text_config(decoder=True), rows)
     return sum(
         p.nbytes * (share if "experts" in name.split(".") else 1.0)
         for key, (name, p) in weights.items()
         if key not in rows_only
     )
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and what quantized linears hold in their place."""
+    yield from module.named_parameters()
+    for name, part in module.named_modules():
+        if isinstance(part, Int4Linear):
+            yield from ((f"{name}.{key}", buffer) for key, buffer in part.named_buffers(recurse=False))
 
 
 def kv_bytes(config: Any, case: Case, element_size: int) -> float:

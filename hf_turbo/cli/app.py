@@ -18,6 +18,7 @@ except ImportError as error:
 from ..bench import cases as bench_cases
 from ..bench import models, plot, rows, run, table
 from ..patching import patch
+from ..quantization.data_free import quantize as quantize_model
 from ..report import report
 from ..sample_models import SampleModelName
 from . import quantize as quantizing
@@ -71,6 +72,10 @@ def bench(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. (default: bf16 on a GPU, else fp32)")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu. (default: a GPU if there is one)")] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Quantize the linears of the layers to 4 or 8 bits first, without data.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Input channels that share a scale, with --bits.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each variant; figures are medians.")] = 3,
     out: Annotated[
         Path | None, typer.Option(dir_okay=False, help="A JSONL file; a line for each row is added to it.")
@@ -93,9 +98,12 @@ def bench(
         if plot_file is not None:
             plot.require(plot_file)
         loaded = models.load_model(model, kind, place)
+        name = model if bits is None else f"{model}-int{bits}-g{group_size}"
+        if bits is not None:
+            quantize_model(loaded, bits, group_size)
     found = []
     with _progress(run.turns(chosen, ways, rounds)) as progress:
-        for row in run.run(model, loaded, chosen, ways, rounds, progress):
+        for row in run.run(name, loaded, chosen, ways, rounds, progress):
             found.append(row)
             if out is not None:
                 rows.append_row(row, out)

@@ -217,7 +217,7 @@ def _in_order(mode: DeferredMode, left: torch.Tensor, weight: PackedWeight) -> t
         found, columns = match_rms_norm(left), left.shape[-1]
         if found is not None and found[0].shape[-1] == columns <= dispatch.MAX_COLUMNS_TO_ORDER:
             return _normed(mode, *found, perm=weight.perm)
-        waiting = pending(left, aten.mul.Tensor)
+        waiting = pending(left, aten.mul.Tensor) if left.shape[0] <= dispatch.MAX_ROWS_TO_PLACE else None
         gated = None if waiting is None else match_gated(waiting)
         parts = None if gated is None else gate_and_up(*gated[:2])
         quantized = parts is not None and isinstance(parts[0].weight, PackedWeight)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from . import cpu_int4, reference, reference_layers, reference_linear
+from . import cpu_int4, reference, reference_int4, reference_layers, reference_linear
+from .int4_config import MAX_STREAM_ROWS
 from .metadata import AttentionMetadata, LayerKV
 from .packed_weight import PackedWeight
 from .reference import gather_kv
@@ -38,6 +39,8 @@ __all__ = [
 
 #: The longest rows whose columns `rms_norm` takes into another order.
 MAX_COLUMNS_TO_ORDER = 16384
+#: The most rows whose outputs `int4_linear` puts in other places as it stores them.
+MAX_ROWS_TO_PLACE = MAX_STREAM_ROWS
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from .attention_config import DeviceFacts, ceil_div, next_power_of_2
 from .int4_layout import unit_columns
 
-#: The most rows of x that each warp takes by itself.
+#: The most rows of x that warps can take by themselves.
 MAX_STREAM_ROWS = 16
 #: The most rows of x that the kernels take; with more, unpacking the weight for cuBLAS is faster.
 MAX_ROWS = 64
@@ -21,15 +21,17 @@ class Int4Config:
     """How one linear is compiled and spread over the device.
 
     Args:
+        stream: each warp reads by itself and x more than once; else warps share x, in tiles.
         strips: sixteens of rows of a weight (output features) a program: 1, 2 or 4.
         units: units of columns a step; see `int4_layout`.
-        shares: warps of a program, each with its own columns (up to 16 rows of x), or programs that share the columns
-            of one tile, whose sums a second kernel adds in order.
+        shares: warps of a program, each with its own columns (stream), or programs that share the columns of one
+            tile, whose sums a second kernel adds in order.
         num_warps, num_stages: Triton's.
-        ahead: load x a step ahead, like the weights (up to 16 rows of x).
+        ahead: load x a step ahead, like the weights (stream).
         pdl: start while the kernel before is still running (compute capability 9.0 and above).
     """
 
+    stream: bool
     strips: int
     units: int
     shares: int
@@ -61,10 +63,10 @@ def choose_config(
         step = min(step, next_power_of_2(ceil_div(units, shares)))
         if dtype == torch.float32:
             step = max(2, step // 2)  # x takes twice the registers
-        return Int4Config(strips, _fit_step(step, bits, group_size), shares, shares, ahead=ahead, pdl=pdl)
+        return Int4Config(True, strips, _fit_step(step, bits, group_size), shares, shares, ahead=ahead, pdl=pdl)
     shares = 1 if gated else _fill(features // 64, units, facts.num_sms)
     step = _fit_step(1 if gated or dtype == torch.float32 else 2, bits, group_size)
-    return Int4Config(4, step, shares, 4, num_stages=2 if dtype == torch.float32 else 3, pdl=pdl)
+    return Int4Config(False, 4, step, shares, 4, num_stages=2 if dtype == torch.float32 else 4, pdl=pdl)
 
 
 def _stream(rows: int, features: int, units: int) -> tuple[int, int, int, bool]:
@@ -87,8 +89,8 @@ def _fit_step(step: int, bits: int, group_size: int) -> int:
 
 
 def _fill(tiles: int, units: int, num_sms: int) -> int:
-    """How many programs share a tile's columns, so that there are about four programs a multiprocessor."""
+    """How many programs share a tile's columns, so that there are two or more programs a multiprocessor."""
     shares = 1
-    while shares < 8 and tiles * shares * 2 <= 4 * num_sms and units // (shares * 2) >= 8:
+    while shares < 4 and tiles * shares * 2 <= 4 * num_sms and units // (shares * 2) >= 8:
         shares *= 2
     return shares

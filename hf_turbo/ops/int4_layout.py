@@ -1,10 +1,10 @@
 """How the codes of an INT4 (or INT8) weight lie in memory: in the order in which a GPU's tensor cores take them.
 
 A unit is 16 rows and 64 columns (32 for 8 bit): 512 bytes, 16 for each thread of a warp, in one load. A thread's codes
-are the elements of its registers in the first operand of `mma.m16n8k16` (PTX manual, matrix fragments), so that nothing
-has to change threads between memory and multiplication (the idea of Marlin, Frantar et al., 2024). Which column is which
-k of the product is free, as long as x agrees: of every 32 columns thread t of four has columns 8 t to 8 t + 7, so that it
-reads its part of x in one load, too. A word's halves hold codes of an even column and, in the same
+are the elements of its registers in the first operand of `mma.m16n8k16` (PTX manual, matrix fragments), so that
+nothing has to change threads between memory and multiplication (the idea of Marlin, Frantar et al., 2024). Which
+column is which k of the product is free, as long as x agrees: of every 32 columns thread t of four has columns 8 t to
+8 t + 7, so that it reads its part of x in one load, too. A word's halves hold codes of an even column and, in the same
 places, of the odd one after it: one shift and one mask make a register of two.
 
 Rows are padded to 16 and columns to whole steps; padding is code 0 and meets zeros of x or is not stored.

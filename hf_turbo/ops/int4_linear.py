@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from triton.runtime.jit import JITFunction
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
-from .int4_config import MAX_ROWS, MAX_STREAM_ROWS, Int4Config, choose_config
+from .int4_config import MAX_ROWS, Int4Config, choose_config
 from .int4_layout import UNIT_ROWS
 from .int4_rows import int4_rows_kernel
 from .int4_tiles import int4_dequantize_kernel, int4_tiles_kernel
@@ -25,8 +25,8 @@ from .permute_columns import permute_columns
 from .reference_linear import apply_activation
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Strips that one program unpacks.
-_UNPACK_STRIPS = 4
+#: Strips, and units across, that one program unpacks.
+_UNPACK_STRIPS, _UNPACK_UNITS = 4, 2
 #: Elements of a weight that are unpacked at a time for cuBLAS.
 _UNPACK_ELEMENTS = 1 << 27
 
@@ -70,16 +70,13 @@ def int4_linear(
     biases = [None] * len(weights) if biases is None else [None if b is None else b.to(x.dtype) for b in biases]
     _check(x, weights, biases, residual, activation)
     rows, columns = x.shape
-    if places is not None and rows > MAX_STREAM_ROWS:
-        plain = int4_linear(x, weights, biases, residual=residual, activation=activation, config=config)
-        return torch.empty_like(plain).index_copy_(1, places.long(), plain)
     if weights[0].perm is not None:
         if len({w.perm.data_ptr() for w in weights if w.perm is not None}) > 1:
             return torch.cat([int4_linear(x, [w], [b]) for w, b in zip(weights, biases, strict=True)], 1)
         x = permute_columns(x if x.stride(1) == 1 else x.contiguous(), weights[0].perm)
         weights, columns = [w.in_order() for w in weights], x.shape[1]
     if rows > MAX_ROWS:
-        return _by_unpacking(x, weights, biases, residual, activation)
+        return _put(_by_unpacking(x, weights, biases, residual, activation), places)
     sizes = [weight.out_features for weight in weights]
     out = x.new_empty(rows, sizes[0] if activation is not None else sum(sizes))
     if rows == 0:
@@ -90,10 +87,16 @@ def int4_linear(
         weight, facts = weights[0], device_facts(x.device)
         gated = activation is not None
         config = choose_config(rows, features, columns, gated, weight.bits, weight.group_size, x.dtype, facts)
-    operands = _Operands(x, weights, biases, residual, activation, places, out, config)
+    placed = places if config.stream else None
+    operands = _Operands(x, weights, biases, residual, activation, placed, out, config)
     with torch.cuda.device_of(x):
-        (_run_rows if rows <= MAX_STREAM_ROWS else _run_tiles)(operands)
-    return out
+        (_run_rows if config.stream else _run_tiles)(operands)
+    return out if placed is places else _put(out, places)
+
+
+def _put(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """x with its columns in these places."""
+    return x if places is None else torch.empty_like(x).index_copy_(1, places.long(), x)
 
 
 def supports(x_rows: int, weights: Sequence[PackedWeight], dtype: torch.dtype, *, activation: bool) -> bool:
@@ -136,8 +139,10 @@ def _check(
     if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
         raise ValueError(f"one launch takes 1 to 3 weights and a bias or None for each, got {len(weights)} weights")
     if not same_format(weights):
-        raise ValueError("the weights of one launch must have the same bits, groups and dtype of scales, and all or none "
-                         "of them zero points and another order of columns")  # fmt: skip
+        raise ValueError(
+            "the weights of one launch must have the same bits, groups and dtype of scales, and all or none of them "
+            "zero points and another order of columns"
+        )
     for weight, bias in zip(weights, biases, strict=True):
         if bias is not None and bias.shape != (weight.out_features,):
             raise ValueError(f"a bias must be [{weight.out_features}], got {list(bias.shape)}")
@@ -204,8 +209,8 @@ class _Operands:
 def _run_rows(o: _Operands) -> None:
     config = o.config
     constants = (
-        *o.shape, *o.epilogue, o.has_places, max(8, next_power_of_2(o.rows)), config.shares, config.strips, config.units,
-        config.ahead, config.pdl, USE_ASM,
+        *o.shape, *o.epilogue, o.has_places, max(8, next_power_of_2(o.rows)), config.shares, config.strips,
+        config.units, config.ahead, config.pdl, USE_ASM,
     )  # fmt: skip
     _launch_rows(
         (o.key, constants), (o.tiles(config.strips * UNIT_ROWS), 1, 1),
@@ -276,14 +281,14 @@ def _unpack(weight: PackedWeight, out: torch.Tensor, first_strip: int) -> None:
     rows, columns = out.shape
     constants = (
         columns, units, weight.group_size, len(weight.scales), weight.bits, weight.zeros is not None, _UNPACK_STRIPS,
-        USE_ASM,
+        _UNPACK_UNITS, USE_ASM,
     )  # fmt: skip
     tensors = (weight.qweight, weight.scales, _zero_pairs(weight), out)
     aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     with torch.cuda.device_of(out):
         _launch_dequantize(
             (out.device, out.dtype, weight.scales.dtype, aligned, constants),
-            (units, ceil_div(rows, _UNPACK_STRIPS * UNIT_ROWS), 1),
+            (units // _UNPACK_UNITS, ceil_div(rows, _UNPACK_STRIPS * UNIT_ROWS), 1),
             *tensors, min(size, first_strip * UNIT_ROWS + rows), first_strip, out.stride(0), *constants,
             num_warps=4, num_stages=1,
         )  # fmt: skip

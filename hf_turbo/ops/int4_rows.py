@@ -42,10 +42,11 @@ def _load_units(word_ptrs, first_unit, UNITS: tl.constexpr, TOTAL: tl.constexpr,
     words = ()
     for u in tl.static_range(UNITS):
         if EVEN:
-            words = words + (tl.load(word_ptrs + u * 128, eviction_policy="evict_first"),)
+            words = words + (tl.load(word_ptrs + u * 128, eviction_policy="evict_first"),)  # noqa: RUF005
         else:
             inside = (first_unit + u < TOTAL)[:, None, None]
-            words = words + (tl.load(word_ptrs + u * 128, mask=inside, other=0, eviction_policy="evict_first"),)
+            part = tl.load(word_ptrs + u * 128, mask=inside, other=0, eviction_policy="evict_first")
+            words = words + (part,)  # noqa: RUF005
     return words
 
 
@@ -68,7 +69,7 @@ def _load_slices(x_ptrs, row_inside, column, SLICES: tl.constexpr, COLUMNS: tl.c
         if x.dtype == tl.float32:  # a load holds 16 bytes
             rest = _load_x(x_ptrs, row_inside, column, s * 32 + 4, COLUMNS, EVEN)
             x = tl.permute(tl.join(x, rest), (0, 1, 2, 3, 5, 4))
-        xs = xs + (x,)
+        xs = xs + (x,)  # noqa: RUF005
     return xs
 
 
@@ -107,7 +108,7 @@ def _load_zeros(
         for g in tl.static_range(GROUPS):
             group = tl.minimum(first_column // GROUP + g, NUM_GROUPS - 1)
             first = load_zeros(zero_ptr, group, first_row, size, 0, STRIPS)
-            zeros = zeros + (first, load_zeros(zero_ptr, group, first_row, size, 1, STRIPS))
+            zeros = zeros + (first, load_zeros(zero_ptr, group, first_row, size, 1, STRIPS))  # noqa: RUF005
     return zeros
 
 
@@ -155,10 +156,11 @@ def int4_rows_kernel(
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_PLACES: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_PLACES: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):
-    """One program: STRIPS times 16 output features (of gate and up when gated), all rows of x, a share of columns a warp.
+    """One program: 16 STRIPS output features (of gate and up when gated), all rows of x, a share of the columns a warp.
 
     A step is UNITS units of every strip of every share. Weights are loaded a step ahead, x with AHEAD as well.
     With HAS_PLACES output column n (of one weight, or gated) is stored at `places_ptr[n]`.

@@ -29,43 +29,59 @@ from .linear_kernels import finish, load_bias
 
 @triton.jit
 def _scales(scale_ptr, group, first_row, size, STRIPS: tl.constexpr):
-    """Scales [16 STRIPS, 1] in fp32 of rows `first_row` on, for group [1]."""
+    """Scales [16 STRIPS, 1] in fp32 of rows `first_row` on, for one group."""
     row = tl.minimum(first_row + tl.arange(0, STRIPS * 16), size - 1)
-    return tl.load(scale_ptr + tl.sum(group) * size + row).to(tl.float32)[:, None]
+    return tl.load(scale_ptr + group * size + row).to(tl.float32)[:, None]
 
 
 @triton.jit
-def _zeros(
-    zero_ptr, group, next_group, first_row, size, STRIPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    TWO_GROUPS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+def _load_step_zeros(
+    zero_ptr, first_row, size, first_column, GROUPS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):
-    """What the conversion subtracts of a unit's rows 0 to 7 and 8 to 15, whose slices are in these groups [1]."""
-    if not HAS_ZEROS:
-        zero = middle_zeros(1, STRIPS, BITS, DTYPE, ASM)
-        return zero, zero
+    """Zero points of both halves of the rows in GROUPS groups from that of `first_column` on."""
+    zeros = ()
+    if HAS_ZEROS:
+        for g in tl.static_range(GROUPS):
+            group = tl.minimum(tl.zeros([1], tl.int32) + first_column // GROUP + g, NUM_GROUPS - 1)
+            first = load_zeros(zero_ptr, group, first_row, size, 0, STRIPS)
+            zeros = zeros + (first, load_zeros(zero_ptr, group, first_row, size, 1, STRIPS))  # noqa: RUF005
+    return zeros
+
+
+@triton.jit
+def _unit_tiles(
+    words, zeros, u: tl.constexpr, SLICES_IN_GROUP: tl.constexpr, STRIPS: tl.constexpr, BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, WGMMA: tl.constexpr, ASM: tl.constexpr,
+):
+    """The numbers of unit `u` of a step whose zero points are `zeros`, by slices [1, 16 STRIPS, 32]."""
+    SLICES: tl.constexpr = 256 // BITS // 32
+    if HAS_ZEROS:
+        # Zero points of the groups of the unit's first and last slice.
+        zero_a = unit_zeros(
+            zeros[u * SLICES // SLICES_IN_GROUP * 2], zeros[(u * SLICES + SLICES - 1) // SLICES_IN_GROUP * 2],
+            SLICES_IN_GROUP < SLICES, BITS, DTYPE, ASM,
+        )
+        zero_b = unit_zeros(
+            zeros[u * SLICES // SLICES_IN_GROUP * 2 + 1], zeros[(u * SLICES + SLICES - 1) // SLICES_IN_GROUP * 2 + 1],
+            SLICES_IN_GROUP < SLICES, BITS, DTYPE, ASM,
+        )
     else:
-        pairs_a = load_zeros(zero_ptr, group, first_row, size, 0, STRIPS)
-        pairs_b = load_zeros(zero_ptr, group, first_row, size, 1, STRIPS)
-        next_a, next_b = pairs_a, pairs_b
-        if TWO_GROUPS:
-            next_a = load_zeros(zero_ptr, next_group, first_row, size, 0, STRIPS)
-            next_b = load_zeros(zero_ptr, next_group, first_row, size, 1, STRIPS)
-        zero_a = unit_zeros(pairs_a, next_a, TWO_GROUPS, BITS, DTYPE, ASM)
-        return zero_a, unit_zeros(pairs_b, next_b, TWO_GROUPS, BITS, DTYPE, ASM)
+        zero_a = middle_zeros(1, STRIPS, BITS, DTYPE, ASM)
+        zero_b = zero_a
+    return slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, WGMMA)
 
 
 @triton.jit
 def _add_units(
-    acc, word_ptrs, x_rows, row_inside, scale_ptr, zero_ptr, first_unit, first_row, size,
+    acc, zeros, word_ptrs, x_rows, row_inside, scale_ptr, first_unit, first_row, size,
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, UNITS: tl.constexpr, STRIPS: tl.constexpr,
-    WGMMA: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    SLICES_IN_GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr,
+    UNITS: tl.constexpr, STRIPS: tl.constexpr, WGMMA: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):
     """acc [16 STRIPS, rows] and the products of UNITS units, the first of them `first_unit`."""
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = WIDTH // 32
-    SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < WIDTH * UNITS else SLICES * UNITS
-    UNITS_IN_GROUP: tl.constexpr = (SLICES_IN_GROUP + SLICES - 1) // SLICES
     part = tl.zeros(acc.shape, tl.float32)
     one = tl.zeros([1], tl.int32)
     k = column_of(tl.arange(0, 32), WGMMA)[None, :]
@@ -76,15 +92,7 @@ def _add_units(
         else:
             inside = (one + unit < TOTAL_UNITS)[:, None]
             words = tl.load(word_ptrs + unit * 128, mask=inside, other=0, eviction_policy="evict_first")
-        if u % UNITS_IN_GROUP == 0:
-            group = tl.minimum(one + (unit * WIDTH) // GROUP, NUM_GROUPS - 1)
-            next_group = group
-            if GROUP < WIDTH:
-                next_group = tl.minimum(one + (unit * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
-            zero_a, zero_b = _zeros(
-                zero_ptr, group, next_group, first_row, size, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
-            )
-        tiles = slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, WGMMA)
+        tiles = _unit_tiles(words, zeros, u, SLICES_IN_GROUP, STRIPS, BITS, HAS_ZEROS, DTYPE, WGMMA, ASM)
         for s in tl.static_range(SLICES):
             column = unit * WIDTH + s * 32 + k
             if EVEN:
@@ -93,10 +101,8 @@ def _add_units(
                 x = tl.load(x_rows + column, mask=row_inside & (column < COLUMNS), other=0.0)
             part = multiply(tl.reshape(tiles[s], (STRIPS * 16, 32)), tl.trans(x), part, ASM)
             if (u * SLICES + s + 1) % SLICES_IN_GROUP == 0:
-                of_slice = group
-                if s > 0:
-                    of_slice = next_group
-                acc += part * _scales(scale_ptr, of_slice, first_row, size, STRIPS)
+                group = tl.minimum((unit * WIDTH + s * 32) // GROUP, NUM_GROUPS - 1)
+                acc += part * _scales(scale_ptr, group, first_row, size, STRIPS)
                 part = tl.zeros(acc.shape, tl.float32)
     return acc
 
@@ -112,12 +118,15 @@ def int4_tiles_kernel(
     ROWS: tl.constexpr, SPLIT_K: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr,
     WGMMA: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):
-    """One program: STRIPS times 16 output features (of gate and up when gated), all rows of x, a share of the columns."""
+    """One program: 16 STRIPS output features (of gate and up when gated), all rows of x, a share of the columns."""
     if PDL:
         gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION is not None
     DTYPE: tl.constexpr = tl.float16 if x_ptr.dtype.element_ty == tl.float16 else tl.bfloat16
     WIDTH: tl.constexpr = 256 // BITS
+    SLICES: tl.constexpr = UNITS * WIDTH // 32
+    SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < UNITS * WIDTH else SLICES
+    GROUPS: tl.constexpr = SLICES // SLICES_IN_GROUP
     STEPS: tl.constexpr = (TOTAL_UNITS + SPLIT_K * UNITS - 1) // (SPLIT_K * UNITS)
     EVEN: tl.constexpr = TOTAL_UNITS % (SPLIT_K * UNITS) == 0 and TOTAL_UNITS * WIDTH == COLUMNS
     tile, w_ptr, scale_ptr, zero_ptr, bias_ptr, size, bias_size, column = pick_quantized(
@@ -135,17 +144,34 @@ def int4_tiles_kernel(
         gdc_wait()
     acc = tl.zeros([STRIPS * 16, ROWS], tl.float32)
     up_acc = acc
+    zeros = _load_step_zeros(
+        zero_ptr, first_row, size, split * (STEPS * UNITS * WIDTH), GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS
+    )
+    up_zeros = zeros
+    if GATED:
+        up_zeros = _load_step_zeros(
+            z_1, first_row, size, split * (STEPS * UNITS * WIDTH), GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS
+        )
     for step in range(STEPS):
         unit = (split * STEPS + step) * UNITS
+        after = (unit + UNITS) * WIDTH
+        next_zeros = _load_step_zeros(
+            zero_ptr, first_row, size, after, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS
+        )
+        next_up = next_zeros
         acc = _add_units(
-            acc, w_ptr + word_offset, x_rows, row_inside, scale_ptr, zero_ptr, unit, first_row, size,
-            COLUMNS, TOTAL_UNITS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, UNITS, STRIPS, WGMMA, EVEN, ASM,
+            acc, zeros, w_ptr + word_offset, x_rows, row_inside, scale_ptr, unit, first_row, size,
+            COLUMNS, TOTAL_UNITS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE,
+            UNITS, STRIPS, WGMMA, EVEN, ASM,
         )
         if GATED:
+            next_up = _load_step_zeros(z_1, first_row, size, after, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS)
             up_acc = _add_units(
-                up_acc, w_1 + word_offset, x_rows, row_inside, s_1, z_1, unit, first_row, size,
-                COLUMNS, TOTAL_UNITS, GROUP, NUM_GROUPS, BITS, HAS_ZEROS, DTYPE, UNITS, STRIPS, WGMMA, EVEN, ASM,
+                up_acc, up_zeros, w_1 + word_offset, x_rows, row_inside, s_1, unit, first_row, size,
+                COLUMNS, TOTAL_UNITS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE,
+                UNITS, STRIPS, WGMMA, EVEN, ASM,
             )
+        zeros, up_zeros = next_zeros, next_up
 
     m, n = m[None, :], first_row + tl.arange(0, STRIPS * 16)[:, None]
     mask = (n < size) & (m < num_rows)
@@ -171,36 +197,37 @@ def int4_tiles_kernel(
 def int4_dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, size, first_strip, stride_out,
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, STRIPS: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """One program: one unit across of STRIPS strips, columns in their order. Row 0 of out is `first_strip`'s first."""
+    """One program: UNITS units across of STRIPS strips, columns in order. Row 0 of out is `first_strip`'s first."""
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = WIDTH // 32
+    SLICES_IN_GROUP: tl.constexpr = GROUP // 32 if GROUP < UNITS * WIDTH else SLICES * UNITS
     DTYPE: tl.constexpr = tl.float16 if out_ptr.dtype.element_ty == tl.float16 else tl.bfloat16
-    unit = tl.program_id(0)
+    first_unit = tl.program_id(0) * UNITS
     first_row = (first_strip + tl.program_id(1) * STRIPS) * 16
     last_strip = (size + 15) // 16 - 1
     strip = tl.minimum(first_row // 16 + tl.arange(0, STRIPS), last_strip).to(tl.int64)
-    words = tl.load(w_ptr + (strip[:, None] * TOTAL_UNITS + unit) * 128 + tl.arange(0, 128)[None, :])
-    group = tl.minimum(tl.zeros([1], tl.int32) + (unit * WIDTH) // GROUP, NUM_GROUPS - 1)
-    next_group = group
-    if GROUP < WIDTH:
-        next_group = tl.minimum(tl.zeros([1], tl.int32) + (unit * WIDTH + 32) // GROUP, NUM_GROUPS - 1)
-    zero_a, zero_b = _zeros(
-        zero_ptr, group, next_group, first_row, size, STRIPS, HAS_ZEROS, GROUP < WIDTH, BITS, DTYPE, ASM
+    zeros = _load_step_zeros(
+        zero_ptr, first_row, size, first_unit * WIDTH, SLICES * UNITS // SLICES_IN_GROUP, STRIPS, GROUP, NUM_GROUPS,
+        HAS_ZEROS,
     )
-    tiles = slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, False)
     row = first_row + tl.arange(0, STRIPS * 16)[:, None]
     out_rows = out_ptr + (row - first_strip * 16).to(tl.int64) * stride_out
-    for s in tl.static_range(SLICES):
-        of_slice = group
-        if s > 0:
-            of_slice = next_group
-        # From the order of k of a product to the columns' own.
-        numbers = tl.reshape(tiles[s], (STRIPS * 16, 2, 4, 4))
-        numbers = tl.reshape(tl.permute(numbers, (0, 2, 1, 3)), (STRIPS * 16, 32))
-        column = unit * WIDTH + s * 32 + tl.arange(0, 32)[None, :]
-        values = numbers.to(tl.float32) * _scales(scale_ptr, of_slice, first_row, size, STRIPS)
-        tl.store(out_rows + column, values.to(out_ptr.dtype.element_ty), mask=(row < size) & (column < COLUMNS))
+    scales = tl.zeros([STRIPS * 16, 1], tl.float32)
+    for u in tl.static_range(UNITS):
+        unit = first_unit + u
+        words = tl.load(w_ptr + (strip[:, None] * TOTAL_UNITS + unit) * 128 + tl.arange(0, 128)[None, :])
+        tiles = _unit_tiles(words, zeros, u, SLICES_IN_GROUP, STRIPS, BITS, HAS_ZEROS, DTYPE, False, ASM)
+        for s in tl.static_range(SLICES):
+            if (u * SLICES + s) % SLICES_IN_GROUP == 0:
+                group = tl.minimum((unit * WIDTH + s * 32) // GROUP, NUM_GROUPS - 1)
+                scales = _scales(scale_ptr, group, first_row, size, STRIPS)
+            # From the order of k of a product to the columns' own.
+            numbers = tl.reshape(tiles[s], (STRIPS * 16, 2, 4, 4))
+            numbers = tl.reshape(tl.permute(numbers, (0, 2, 1, 3)), (STRIPS * 16, 32))
+            column = unit * WIDTH + s * 32 + tl.arange(0, 32)[None, :]
+            values = numbers.to(tl.float32) * scales
+            tl.store(out_rows + column, values.to(out_ptr.dtype.element_ty), mask=(row < size) & (column < COLUMNS))
 
 # fmt: on

@@ -116,17 +116,18 @@ def test_dequantize_orders_columns():
     assert torch.equal(ops.dequantize(weight, 200, torch.float16), reference.dequantize(weight, 200, torch.float16))
 
 
-STREAM = Int4Config(strips=1, units=2, shares=2, num_warps=2, ahead=True)
+STREAM = Int4Config(stream=True, strips=1, units=2, shares=2, num_warps=2, ahead=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("rows", [1, 11])
 @pytest.mark.parametrize("bits, group_size, zeros, perm", [
     (4, 32, False, False), (4, 32, True, False), (4, 64, True, True), (4, 128, False, False), (4, 128, True, False),
     (4, 48, False, True), (4, 300, True, False), (8, 32, False, True), (8, 64, True, False), (8, 128, False, False),
 ])  # fmt: skip
-def test_few_rows(dtype, rows, bits, group_size, zeros, perm):
-    for columns, ahead in ((256, True), (300, False)):
+def test_few_rows(dtype, bits, group_size, zeros, perm):
+    cases = [(1, 256, True), (11, 300, False), (11, 256, True), (1, 300, False)]
+    # Triton's interpreter is slow: half of the cases there.
+    for rows, columns, ahead in cases if DEVICE == "cuda" else cases[:2]:
         weight = random_weight(24, columns, bits, group_size, zeros, perm)
         step = 2 if group_size > 64 or bits == 4 else 1
         check(rows, [weight], dtype, config=dataclasses.replace(STREAM, ahead=ahead, units=step))
@@ -135,7 +136,7 @@ def test_few_rows(dtype, rows, bits, group_size, zeros, perm):
 @pytest.mark.parametrize("strips, shares, units", [(1, 4, 1), (2, 2, 2), (4, 1, 4), (1, 8, 2)])
 def test_shapes_of_programs(strips, shares, units):
     weights = [random_weight(n, 640, group_size=128, zeros=True) for n in (40, 16, 33)]
-    config = Int4Config(strips, units, shares, num_warps=shares)
+    config = Int4Config(True, strips, units, shares, num_warps=shares)
     check(3, weights, torch.float16, biases="yny", config=config)
 
 
@@ -144,9 +145,9 @@ def test_shapes_of_programs(strips, shares, units):
     (4, 32, True, False), (4, 64, False, True), (4, 128, True, False), (8, 32, False, False), (8, 128, True, True),
 ])  # fmt: skip
 def test_more_rows(dtype, bits, group_size, zeros, perm):
-    for columns, shares in ((256, 1), (300, 3)):
+    for columns, shares in ((256, 1), (300, 3))[:: 1 if DEVICE == "cuda" or zeros else -2]:
         weight = random_weight(70, columns, bits, group_size, zeros, perm)
-        check(20, [weight], dtype, config=Int4Config(4, 1, shares, 4, num_stages=2))
+        check(20, [weight], dtype, config=Int4Config(False, 4, 1, shares, 4, num_stages=2))
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70])
@@ -232,7 +233,8 @@ def test_operators_have_shapes_without_data():
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 64])
 @pytest.mark.parametrize("bits, group_size", [(4, 32), (4, 64), (4, 128), (4, 384), (8, 32), (8, 128)])
 def test_the_table_has_steps_that_groups_fit(rows, bits, group_size):
-    for features, columns, gated in ((4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (576, 1536, False)):
+    shapes = ((4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (576, 1536, False))
+    for features, columns, gated in shapes:
         config = choose_config(rows, features, columns, gated, bits, group_size, torch.bfloat16, H200)
         step = config.units * unit_columns(bits)
         assert step % group_size == 0 or group_size % step == 0

@@ -8,7 +8,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows, columns, taken", [(1, 64, 64), (3, 1500, 1500), (2, 100, 1100)])
+@pytest.mark.parametrize("rows, columns, taken", [
+    (1, 64, 64), (3, 1500, 1500), (2, 100, 1100), (17, 300, 260), (16, 100, 700), (17, 20, 17000),
+])  # fmt: skip
 def test_permute_columns(dtype, rows, columns, taken):
     x = torch.randn(rows, columns + 8, device=DEVICE).to(dtype)[:, :columns]
     perm = torch.randint(-1, columns, (taken,), device=DEVICE).int()
