@@ -5,6 +5,7 @@ from .config import TurboConfig
 from .patching import is_patched, paged_cache, patch, patched, release, unpatch
 from .quantization.data_free import quantize
 from .quantization.loading import load_int4
+from .quantization.lora import allow_int4
 from .quantization.registry import register_int4, register_missing, unregister_int4
 from .report import Report, report
 
@@ -14,6 +15,7 @@ __all__ = [
     "PagedCache",
     "Report",
     "TurboConfig",
+    "allow_int4",
     "is_patched",
     "load_int4",
     "paged_cache",

@@ -14,6 +14,7 @@ from .cache.paged_cache import PagedCache
 from .config import TurboConfig
 from .modeling.attention import AttentionName
 from .modeling.graphs import StepGraphs
+from .quantization.take_over import TakenOver
 
 #: Tokens that a row gets room for at most: who asks for a million new tokens seldom means it.
 _MAX_ROOM = 8192
@@ -44,6 +45,8 @@ class PatchHandle:
         self.undo: list[tuple[nn.Module, str, Any]] = []
         #: (original, the model's copy, the copy's attributes as it was made): what was set since goes to the original.
         self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = []
+        #: Quantized linears of other libraries that ours stand in for.
+        self.taken_over = TakenOver()
         self.steps = StepGraphs(self)
         #: Whether long prompts go through the fused forward: not where that has failed.
         self.fuses_prompts = config.fused_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from .config import TurboConfig
 from .generation.mixin import original_class, patched_class
 from .handle import PatchHandle
 from .modeling.attention import AttentionName, register
+from .quantization.take_over import take_over
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -29,6 +31,9 @@ _OUT_OF_REACH = {"doge": "the model computes with the attention mask itself"}
 
 def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Model:
     """Makes `model.generate()` and pipelines run over a paged cache. Only this instance changes.
+
+    Quantized linears that gptqmodel or compressed-tensors have loaded are replaced by ours where these compute the
+    same; `unpatch` puts them back.
 
     Args:
         model: a Transformers decoder-only language model, or a PEFT model around one. Changed in place and
@@ -49,8 +54,7 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
         handle.model_reason = reason
         handle.step_aside(reason)
     else:
-        handle.sliding_windows = _sliding_windows(target.config.get_text_config(decoder=True))
-        _take_over_attention(target, handle)
+        _fill(handle, target)
     target.__dict__[_HANDLE] = handle
     target.__class__ = patched_class(type(target))  # type: ignore[arg-type]
     return model
@@ -66,8 +70,7 @@ def unpatch(model: Model) -> Model:
         handle: PatchHandle = target.__dict__.pop(_HANDLE)
         handle.steps.drop()
         target.__class__ = original_class(target)
-        for module, name, value in reversed(handle.undo):
-            setattr(module, name, value)
+        _undo(target, handle)
         for original, own, before in handle.configs:
             vars(original).update({name: x for name, x in vars(own).items() if before.get(name, _MISSING) is not x})
     return model
@@ -148,6 +151,33 @@ def _uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether layers look their attention function up by name. (A class may say so, but not all do.)"""
     modules = {type(module).__module__ for module in model.modules()}
     return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in modules)
+
+
+def _fill(handle: PatchHandle, model: PreTrainedModel) -> None:
+    """Changes what is inside of the model: all of it, or, where that fails, nothing."""
+    handle.sliding_windows = _sliding_windows(model.config.get_text_config(decoder=True))
+    try:
+        _take_over_linears(model, handle)
+        _take_over_attention(model, handle)
+    except BaseException:
+        _undo(model, handle)
+        raise
+
+
+def _undo(model: PreTrainedModel, handle: PatchHandle) -> None:
+    for module, name, value in reversed(handle.undo):
+        setattr(module, name, value)
+    handle.taken_over.undo(model)
+
+
+def _take_over_linears(model: PreTrainedModel, handle: PatchHandle) -> None:
+    """Puts our linears in the place of other libraries' quantized ones; says of those that stay why."""
+    handle.taken_over = take_over(model)
+    reasons = Counter(handle.taken_over.left.values())
+    for name, reason in handle.taken_over.left.items():
+        if count := reasons.pop(reason, 0):
+            others = f" and {count - 1} more" if count > 1 else ""
+            handle.step_aside(f"{name}{others} stay quantized as they were loaded: {reason}")
 
 
 def _take_over_attention(model: PreTrainedModel, handle: PatchHandle) -> None:

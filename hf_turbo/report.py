@@ -9,6 +9,7 @@ from torch import nn
 
 from .ops import dispatch
 from .patching import handle_of
+from .quantization.int4_linear import Int4Linear
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Report:
         caches: how many caches were made.
         graphs, graph_bytes: captured decode steps, and the device memory they took.
         steps_captured, steps_replayed: how many steps were captured and replayed so far.
+        quantized_linears: bits -> how many of the model's linears are `Int4Linear`, those of its experts, too.
+        quantized_bytes: of their weights, with scales and zero points.
+        linears_taken_over: how many of them stand in for another library's.
+        linears_left: name -> why a quantized linear of another library was left as it is.
     """
 
     accelerated: dict[str, str]
@@ -48,6 +53,10 @@ class Report:
     graph_bytes: int
     steps_captured: int
     steps_replayed: int
+    quantized_linears: dict[int, int]
+    quantized_bytes: int
+    linears_taken_over: int
+    linears_left: dict[str, str]
 
     def __str__(self) -> str:
         lines = [f"{kind}: {how}" for kind, how in self.accelerated.items()]
@@ -63,7 +72,15 @@ class Report:
                 f"decode steps: {self.steps_captured:,} captured, {self.steps_replayed:,} replayed; "
                 f"{self.graphs} graphs held, {self.graph_bytes:,} bytes"
             )
+        if self.quantized_linears:
+            lines.append(self._quantized())
         return "\n".join(lines)
+
+    def _quantized(self) -> str:
+        kinds = " and ".join(f"{n:,} of {bits} bits" for bits, n in sorted(self.quantized_linears.items()))
+        taken = f", {self.linears_taken_over:,} taken over" if self.linears_taken_over else ""
+        left = f", {len(self.linears_left):,} left as they were loaded" if self.linears_left else ""
+        return f"quantized linears: {kinds}, {self.quantized_bytes:,} bytes{taken}{left}"
 
 
 def report(model: nn.Module) -> Report:
@@ -79,6 +96,7 @@ def report(model: nn.Module) -> Report:
     reasons = dict(handle.stepped_aside)
     if unsuited:
         reasons.setdefault(unsuited, 1)
+    linears = [module for module in model.modules() if isinstance(module, Int4Linear)]
     backend = "Triton" if dispatch.uses_triton(next(model.parameters()).device) else "PyTorch"
     how = {_kind(w): f"{n} layer{'s' * (n > 1)} over the paged cache ({backend})" for w, n in kinds.items()}
     return Report(
@@ -100,7 +118,17 @@ def report(model: nn.Module) -> Report:
         graph_bytes=handle.steps.num_bytes,
         steps_captured=handle.steps.num_captured,
         steps_replayed=handle.steps.num_replayed,
+        quantized_linears=dict(Counter(layer.bits for layer in linears)),
+        quantized_bytes=_num_bytes(linears),
+        linears_taken_over=len(handle.taken_over.layers),
+        linears_left=dict(handle.taken_over.left),
     )
+
+
+def _num_bytes(linears: list[Int4Linear]) -> int:
+    """Of the weights; layers may share what orders their columns."""
+    tensors = {id(x): x for layer in linears for x in layer.buffers()}
+    return sum(x.nbytes for x in tensors.values())
 
 
 def _kind(window: int | None) -> str:

@@ -35,8 +35,8 @@ MAX_LINES = 450
 KERNELS = {
     PACKAGE / "ops" / f"{name}.py"
     for name in (
-        "activation", "argmax", "copy_blocks", "int4_kernels", "int4_linear", "int4_rows", "int4_tiles", "linear_kernels", "norm", "paged_attention", "permute_columns", "rotary", "rotate",
-        "store_kv",
+        "activation", "argmax", "copy_blocks", "int4_kernels", "int4_linear", "int4_rows", "int4_tiles",
+        "linear_kernels", "norm", "paged_attention", "permute_columns", "rotary", "rotate", "store_kv",
     )
 }  # fmt: skip
 

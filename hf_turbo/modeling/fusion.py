@@ -175,7 +175,7 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:
 def _serves(mode: DeferredMode, products: Sequence[Product], activation: bool = False) -> bool:
     left = products[0].left
     weights = [p.weight for p in products]
-    return dispatch.serves_linear(left.shape[0], weights, left.dtype, mode.device, activation=activation)
+    return dispatch.serves_linear(left.shape[0], weights, left.dtype, mode.device, activation=activation)  # type: ignore[arg-type]
 
 
 def multiply(x: torch.Tensor, product: Product) -> torch.Tensor:

@@ -14,6 +14,8 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig
 
+from ..quantization.int4_experts import Int4Experts
+
 #: Hooks of Transformers itself that do nothing unless hidden states or attentions are asked for.
 _SILENT_HOOKS = ("transformers.utils.output_capturing",)
 _CONTAINERS = (dict, list, set)
@@ -82,6 +84,8 @@ def why_not_captured(model: nn.Module) -> str | None:
             return f"{name or 'the model'} is in training mode"
         if _reads_positions(module):
             return "its rotary embedding chooses frequencies by the positions, on the host"
+        if isinstance(module, Int4Experts):
+            return "which of its quantized experts run is decided on the host"
     return None
 
 

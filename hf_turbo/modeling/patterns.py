@@ -73,8 +73,8 @@ def product_of(value: Value) -> Product | None:
     if value.kwargs:
         return None
     if value.func is torch.ops.hf_turbo.int4_mm.default:
-        left, *tensors, bias, bits, group_size = value.args
-        weight = PackedWeight(*tensors, bits, group_size)
+        left, qweight, scales, zeros, perm, bias, bits, group_size = value.args
+        weight = PackedWeight(qweight, scales, zeros, perm, bits, group_size)
         return None if isinstance(bias, Deferred) else Product(value, left, weight, bias)
     bias, left, right = value.args if value.func is aten.addmm.default else (None, *value.args)
     if isinstance(right, Deferred) or isinstance(bias, Deferred) or right.stride(0) != 1:

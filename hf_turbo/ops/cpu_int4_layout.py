@@ -1,7 +1,7 @@
-"""How the codes of an INT4 (or INT8) weight lie in memory on a CPU: as torch's `_weight_int4pack_mm_for_cpu` takes them.
+"""How the codes of an INT4 (or INT8) weight lie on a CPU: as torch's operator `_weight_int4pack_mm_for_cpu` takes them.
 
 Rows are in blocks. A block holds its columns one after the other, and a column is `rows / 2` bytes with a code in each
-half. How many rows a block has, and which rows share a byte, depends on what the processor can do, and is asked of torch.
+half. How many rows a block has, and which of them share a byte, depends on the processor: torch is asked for it.
 
 A code of 8 bits is two of 4: a matrix `[N, 2 K]` whose first K columns are the upper halves.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -29,7 +30,7 @@ class Blocks:
     """Blocks of one size that follow each other.
 
     Args:
-        data: uint8 `[blocks, columns, rows / 2]`, part of the weight's.
+        data: uint8 `[blocks, columns, rows / 2]`, part of the weight's; of 8 bits there are twice the columns.
         first_row: of the weight.
         order: int64 `[rows]`: half h of byte j has row `order[h * rows / 2 + j]` of the block, the lower half first.
         places: the inverse.
@@ -47,30 +48,29 @@ class Blocks:
         """The rows of the weight, with those that are padding."""
         return slice(self.first_row, self.first_row + len(self.data) * len(self.order))
 
-    def separate(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """From `[count, N]` of the whole weight to `[2, count, blocks, rows / 2]` of these blocks, as the bytes lie."""
-        return self.separate_own(of_rows[:, self.rows])
-
-    def separate_own(self, own: torch.Tensor) -> torch.Tensor:
-        """The same of `[count, rows]`, where rows that are padding may be missing."""
-        if own.shape[1] < len(self.data) * len(self.order):
-            own = torch.nn.functional.pad(own, (0, len(self.data) * len(self.order) - own.shape[1]))
-        own = own.unflatten(1, (len(self.data), -1))
+    def pack(self, codes: torch.Tensor) -> None:
+        """Takes the codes `[rows, columns]`, in 4 bits; rows that are padding may be missing."""
+        missing = self.rows.stop - self.rows.start - len(codes)
+        padded = torch.nn.functional.pad(codes, (0, 0, 0, missing)) if missing else codes
+        fields = padded.unflatten(0, (len(self.data), -1))
         if not self.in_order:
-            own = own.index_select(2, self.order)
-        return own.unflatten(2, (2, -1)).permute(2, 0, 1, 3).contiguous()
+            fields = fields.index_select(1, self.order)
+        lower, upper = fields.chunk(2, 1)
+        self.data.copy_((lower | upper << 4).transpose(1, 2))
 
-    def join(self, separated: torch.Tensor) -> torch.Tensor:
-        """The inverse: `[count, rows]`, with those that are padding."""
-        own = separated.permute(1, 2, 0, 3).flatten(2)
-        if not self.in_order:
-            own = own.index_select(2, self.places)
-        return own.flatten(1)
+    def unpack(self, bits: int) -> torch.Tensor:
+        """The codes: uint8 `[columns, rows]`, with rows that are padding."""
+        data = self.data.transpose(0, 1).contiguous()
+        fields = torch.stack((data & 15, data >> 4), 2).flatten(2)
+        if bits == 8:
+            upper, lower = fields.chunk(2)
+            fields = upper << 4 | lower
+        return (fields if self.in_order else fields.index_select(2, self.places)).flatten(1)
 
 
 def has_operator() -> bool:
     """Whether torch multiplies by such weights itself."""
-    return hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    return hasattr(torch, "_weight_int4pack_mm_for_cpu")
 
 
 def packed_shape(rows: int, columns: int, bits: int) -> tuple[int, int]:
@@ -93,10 +93,7 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     packed = torch.empty(packed_shape(rows, columns, bits), dtype=torch.uint8, device=codes.device)
     for part in blocks_of(packed, columns, bits, _SLICE_CODES):
         own = codes[part.rows]
-        if bits == 8:
-            own = torch.cat((own >> 4, own & 15), 1)
-        lower, upper = part.separate_own(own.t())
-        part.data.copy_((lower | upper << 4).transpose(0, 1))
+        part.pack(own if bits == 4 else torch.cat((own >> 4, own & 15), 1))
     return packed
 
 
@@ -104,17 +101,9 @@ def unpack_codes(packed: torch.Tensor, bits: int, rows: int, columns: int) -> to
     """The inverse of `pack_codes`: uint8 `[rows, columns]`."""
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=packed.device)
     for part in blocks_of(packed, columns, bits, _SLICE_CODES):
-        target = codes[part.rows]
-        target.copy_(part.join(halves(part.data.transpose(0, 1), bits))[:, : len(target)].t())
+        own = codes[part.rows]
+        own.copy_(part.unpack(bits).t()[: len(own)])
     return codes
-
-
-def halves(data: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes in bytes `[columns, ...]`: uint8 `[2, columns, ...]`, those in the lower halves of the bytes first."""
-    if bits == 4:
-        return torch.stack((data & 15, data >> 4))
-    upper, lower = data.tensor_split(2)
-    return torch.stack((upper << 4 | lower & 15, upper & 240 | lower >> 4))
 
 
 def blocks_of(packed: torch.Tensor, columns: int, bits: int, codes: int) -> Iterator[Blocks]:
@@ -128,7 +117,7 @@ def blocks_of(packed: torch.Tensor, columns: int, bits: int, codes: int) -> Iter
     bounds = [*range(0, full, step), full]
     if full < rows:
         bounds.append(rows)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         own = min(size, end - start)
         part = data[start * fields // 2 : end * fields // 2].view(-1, fields, own // 2)
         yield Blocks(part, start, *_orders(own, data.device))

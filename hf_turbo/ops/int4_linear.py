@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
 from .int4_config import MAX_ROWS, Int4Config, choose_config
-from .int4_layout import UNIT_ROWS
+from .int4_layout import UNIT_ROWS, packed_shape
 from .int4_rows import int4_rows_kernel
 from .int4_tiles import int4_dequantize_kernel, int4_tiles_kernel
 from .launch import Launcher
@@ -138,6 +138,10 @@ def _check(
         raise ValueError(f"x must be [M, K] in fp32, fp16 or bf16, got {list(x.shape)}, {x.dtype}")
     if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
         raise ValueError(f"one launch takes 1 to 3 weights and a bias or None for each, got {len(weights)} weights")
+    for weight in weights:
+        units = packed_shape(weight.out_features, weight.stored_columns(x.shape[1]), weight.bits)[1]
+        if weight.qweight.ndim != 3 or weight.qweight.shape[1] != units:
+            raise ValueError(f"x has {x.shape[1]} columns, which the packed weight {list(weight.qweight.shape)} has not")
     if not same_format(weights):
         raise ValueError(
             "the weights of one launch must have the same bits, groups and dtype of scales, and all or none of them "

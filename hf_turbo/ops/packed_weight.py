@@ -42,11 +42,13 @@ class PackedWeight:
 
     @property
     def places(self) -> torch.Tensor | None:
-        """Where each channel of x stands in the order of `perm`, int32 `[K]`; None where `perm` has padding."""
-        if self.perm not in _places:
-            has_padding = bool((self.perm < 0).any())
-            _places[self.perm] = None if has_padding else self.perm.argsort().int()
-        return _places[self.perm]
+        """Where each channel of x stands in the order of `perm`, int32 `[K]`; None where `perm` is, or has padding."""
+        perm = self.perm
+        if perm is None:
+            return None
+        if perm not in _places:
+            _places[perm] = None if perm.lt(0).any() else perm.argsort().int()
+        return _places[perm]
 
     def in_order(self) -> PackedWeight:
         """The same for an x whose columns are in the order of `perm`."""

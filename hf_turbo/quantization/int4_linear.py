@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
 from ..ops import (
+    cpu_int4,
     dispatch,
     int4,  # noqa: F401  registers torch.ops.hf_turbo.int4_*
 )
+from ..ops.cpu_int4_layout import block_rows
 from ..ops.packed_weight import PackedWeight, has_layout_of, pack_for_device, unpack_weight
 from .formats import decode, encode, settle
 from .spec import LinearSpec, TensorHeader
@@ -68,7 +70,12 @@ class Int4Linear(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight as the kernels take it; its tensors are the layer's own."""
-        return PackedWeight(self.qweight, self.scales, self.zeros, self.perm, self.field_bits, self._packed_group_size)
+        held = self._buffers  # attributes take nn.Module ten times as long
+        return PackedWeight(
+            *(held["qweight"], held["scales"], held["zeros"], held["perm"]),  # type: ignore[arg-type]  # the first two are set
+            bits=self.field_bits,
+            group_size=self._packed_group_size,
+        )
 
     @property
     def field_bits(self) -> int:
@@ -87,10 +94,14 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]` in x's dtype."""
-        if type(x) is Tensor and not _len_torch_dispatch_stack() and not torch.compiler.is_compiling():
-            if not torch.is_grad_enabled():  # nobody has to see the operator, and finding it takes the host a while
-                out = dispatch.int4_linear(x.reshape(-1, self.in_features), [self.packed], [self.bias])
-                return out.view(*x.shape[:-1], self.out_features)
+        is_seen = torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.is_grad_enabled()
+        if type(x) is Tensor and not is_seen:  # nobody has to see the operator, and finding it takes the host a while
+            rows = x.reshape(-1, self.in_features)
+            if x.is_cpu:
+                out = cpu_int4.linear(rows, self.packed, self.bias)
+            else:
+                out = dispatch.int4_linear(rows, [self.packed], [self.bias])
+            return out.view(*x.shape[:-1], self.out_features)
         return torch.ops.hf_turbo.int4_linear(
             x, self.qweight, self.scales, self.zeros, self.perm, self.bias, self.field_bits, self._packed_group_size
         )
@@ -135,6 +146,7 @@ class Int4Linear(nn.Module):
                 old.copy_(new)
             else:
                 setattr(self, name, None if new is None else new.contiguous())
+        cpu_int4.forget_operand(self.qweight)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, tensor in self.file_tensors().items():
@@ -194,7 +206,7 @@ class Int4Linear(nn.Module):
         return []
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
-        """What `to`, `half`, `cuda`, ... do: the scales keep their dtype, and codes lie as is best where they are now."""
+        """What `to`, `half`, `cuda`, ... do: the scales keep their dtype, the codes get the new device's layout."""
         scales = self.scales
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:
@@ -202,6 +214,19 @@ class Int4Linear(nn.Module):
         if not self.qweight.is_meta and not has_layout_of(self.qweight, self.qweight.device):
             self._hold(self.to_grouped())
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_block_rows": block_rows()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises RuntimeError for what was pickled on a processor that has the codes in another layout."""
+        rows = state.pop("_block_rows")
+        super().__setstate__(state)
+        if self.qweight.dtype == torch.uint8 and rows != block_rows():
+            raise RuntimeError(
+                "this model was pickled on a CPU of another kind, which holds INT4 weights in another layout: "
+                "save_pretrained writes files for any"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":

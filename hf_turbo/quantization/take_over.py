@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ _TOLERANCE = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 _ROWS = 4
 
+#: Where a module holds its tensors.
+_HELD = ("_parameters", "_buffers")
+
 
 @dataclass
 class TakenOver:
@@ -41,12 +45,17 @@ class TakenOver:
     _replaced: dict[str, _Replaced] = field(default_factory=dict)
 
     def undo(self, model: nn.Module) -> None:
-        """Puts the other library's modules back, with the same tensors bit for bit."""
+        """Puts the other library's modules back, with the same tensors bit for bit.
+
+        Each goes where its layer is by now, as PEFT may have put something around it.
+        """
+        places = _places(model)
         while self.layers:
             name, layer = self.layers.popitem()
             replaced = self._replaced.pop(name)
             replaced.fill_again(layer)
-            replace_module(model, name, replaced.module)
+            for place in places[layer]:
+                replace_module(model, place, replaced.module)
 
 
 @dataclass(frozen=True)
@@ -94,24 +103,42 @@ def take_over(model: nn.Module, folder: str | Path | None = None) -> TakenOver:
         folder: the checkpoint's; None: the one that the model says it was loaded from.
 
     Returns:
-        What was replaced and what was not; `undo` reverses it.
+        What was replaced and what was not; `undo` reverses it. An error on the way is raised when it has been undone.
     """
     taken = TakenOver()
     source = _Source(model, folder)
-    for name in [name for name, module in model.named_modules() if _is_foreign(module)]:
-        module = model.get_submodule(name)
-        found, emptied = _read(module), True
-        if isinstance(found, str):
-            reason, emptied = found, False
-            found = source.layer(name, module) or reason
-        if isinstance(found, str):
-            taken.left[name] = found
-            continue
-        taken.layers[name] = found.train(module.training)
-        taken._replaced[name] = _Replaced(module, emptied)
-        replace_module(model, name, found)
-        taken._replaced[name].let_go(found)
+    try:
+        for module, names in _places(model).items():
+            if _is_foreign(module):
+                _take(taken, source, model, module, names)
+    except BaseException:
+        taken.undo(model)
+        raise
     return taken
+
+
+def _take(taken: TakenOver, source: _Source, model: nn.Module, module: nn.Module, names: list[str]) -> None:
+    """Replaces one module wherever it is, or notes why not."""
+    found, emptied = _read(module), True
+    if isinstance(found, str):
+        reason, emptied = found, False
+        found = source.layer(names[0], module) or reason
+    if isinstance(found, str):
+        taken.left[names[0]] = found
+        return
+    taken._replaced[names[0]] = _Replaced(module, emptied)
+    taken.layers[names[0]] = found.train(module.training)
+    for name in names:
+        replace_module(model, name, found)
+    taken._replaced[names[0]].let_go(found)
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every name of every module: PEFT, for one, holds some under two."""
+    places: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        places[module].append(name)
+    return places
 
 
 class _Source:
@@ -232,7 +259,8 @@ def _computes_the_same(module: nn.Module, layer: Int4Linear) -> bool:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = torch.randn(_ROWS, layer.in_features, device=layer.qweight.device, generator=_generator(layer)).to(dtype)
         try:
-            given = module(x)
+            with _left_as_it_was(module):
+                given = module(x)
         except (RuntimeError, ValueError, NotImplementedError, AssertionError):
             continue
         if not isinstance(given, Tensor) or given.shape != (_ROWS, layer.out_features):
@@ -240,6 +268,23 @@ def _computes_the_same(module: nn.Module, layer: Int4Linear) -> bool:
         wanted = layer(x.float())
         return bool((given.float() - wanted).norm() <= _TOLERANCE[dtype] * wanted.norm())
     return False
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Undoes what a call does to a module: some put other tensors in the place of theirs when they are first called."""
+    attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
+    attributes += [(held[name], dict(held[name])) for held, _ in list(attributes) for name in _HELD]
+    tensors = [(x, x.detach()) for x in (*module.parameters(), *module.buffers())]
+    try:
+        yield
+    finally:
+        for held, before in attributes:
+            held.clear()
+            held.update(before)
+        for x, data in tensors:
+            if (x.data_ptr(), x.dtype) != (data.data_ptr(), data.dtype):
+                x.data = data
 
 
 def _generator(layer: Int4Linear) -> torch.Generator:

@@ -11,7 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,17 @@ DEVICES = {80: (108, 166912), 86: (84, 101376), 90: (132, 232448)}
 
 #: Two kernels that use a fraction of the registers have a stack frame of 8 bytes all the same; a spill is larger.
 STACK_BYTES = 8
+
+
+def triton_version():
+    """Of the package that is installed, which is not imported here."""
+    try:
+        return tuple(map(int, version("triton").split(".")[:2]))
+    except PackageNotFoundError:
+        return (0, 0)
+
+
+TENSOR_CORE = r"wgmma\.mma_async|mma\.sync"
 
 # Name -> keywords of `compile_case`, whose defaults are a bf16 decode step of 32 / 8 heads of 128.
 CASES = {
@@ -78,6 +91,41 @@ LINEAR_CASES = {
     "linear-head-64": {"rows": 64, "sizes": (128256,)},
     "linear-fp32-32": {"rows": 32, "sizes": (4096,), "dtype": "float32", "residual": True},
 }
+# Name -> keywords of `compile_int4_case`.
+INT4_CASES = {
+    "int4-qkv-1": {"sizes": (4096, 1024, 1024), "perm": True, "bias": True},
+    "int4-gate-up-1-places": {"sizes": (14336, 14336), "activation": "silu", "places": True},
+    "int4-asymmetric-group32-1-fp16": {"sizes": (14336,), "zeros": True, "group_size": 32, "dtype": "float16"},
+    "int4-8bit-1": {"bits": 8, "residual": True},
+    "int4-gate-up-16-asymmetric": {"rows": 16, "sizes": (14336, 14336), "activation": "silu", "zeros": True},
+    "int4-down-16": {"rows": 16, "k": 14336, "residual": True},
+    "int4-8bit-16-asymmetric-fp16": {"rows": 16, "bits": 8, "zeros": True, "dtype": "float16"},
+    "int4-fp32-16": {"rows": 16, "dtype": "float32"},
+    "int4-qkv-64": {"rows": 64, "sizes": (4096, 1024, 1024), "bias": True},
+    "int4-gate-up-64-asymmetric-group32": {
+        "rows": 64,
+        "sizes": (14336, 14336),
+        "activation": "silu",
+        "zeros": True,
+        "group_size": 32,
+    },
+    "int4-fp32-64": {"rows": 64, "dtype": "float32", "residual": True},
+    "int4-8bit-64-fp16": {"rows": 64, "bits": 8, "dtype": "float16"},
+    "int4-65-asymmetric": {"rows": 65, "zeros": True},
+}
+#: What of them to compile for each device when time is short.
+QUICK_INT4 = {
+    80: ["int4-gate-up-1-places", "int4-down-16", "int4-gate-up-64-asymmetric-group32", "int4-65-asymmetric"],
+    86: ["int4-8bit-1", "int4-fp32-16", "int4-qkv-64", "int4-8bit-64-fp16"],
+    90: [
+        "int4-qkv-1", "int4-gate-up-1-places", "int4-asymmetric-group32-1-fp16", "int4-8bit-1", "int4-down-16",
+        "int4-fp32-16", "int4-qkv-64", "int4-gate-up-64-asymmetric-group32", "int4-65-asymmetric",
+    ],
+}  # fmt: skip
+#: The kernel that serves up to so many rows.
+INT4_KERNELS = {16: "int4_rows_kernel", 64: "int4_tiles_kernel", 65: "int4_dequantize_kernel"}
+#: Bytes of registers that are spilled all the same.
+KNOWN_SPILLS = {"int4-gate-up-64-asymmetric-group32": 96}
 SLOW_CASES = CASES | {
     f"q{q_len}-{dtype}-d{dims[0]}-{dims[1]}-block{block_size}": {
         "q_len": q_len,
@@ -189,6 +237,47 @@ def compile_linear_case(capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat
     return [kernel_facts(kernel) for kernel in compiled]
 
 
+def compile_int4_case(
+    capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", bits=4, group_size=128, zeros=False, perm=False,
+    bias=False, residual=False, activation=None, places=False,
+):  # fmt: skip
+    """Calls a linear of quantized weights in the table's configurations; with `perm` the norm before it, too."""
+    import torch
+
+    from hf_turbo.ops import int4_linear, norm, permute_columns
+    from hf_turbo.ops.int4_layout import packed_shape
+    from hf_turbo.ops.norm_spec import RMSNorm
+    from hf_turbo.ops.packed_weight import PackedWeight
+
+    assert int4_linear.USE_ASM
+    dtype = getattr(torch, dtype)
+    with recorded(capability, int4_linear, norm, permute_columns) as compiled, torch.device("meta"):
+        x = torch.empty(rows, k, dtype=dtype)
+        order = torch.empty(k, dtype=torch.int32) if perm else None
+        if perm:
+            norm.rms_norm(x, RMSNorm(torch.empty(k, dtype=dtype), 1e-6, False, True), perm=order)
+        weights = [
+            PackedWeight(
+                torch.empty(packed_shape(size, k, bits), dtype=torch.int32),
+                torch.empty(k // group_size, size, dtype=torch.float16),
+                torch.empty(k // group_size, size, dtype=torch.uint8) if zeros else None,
+                order,
+                bits,
+                group_size,
+            )
+            for size in sizes
+        ]
+        int4_linear.int4_linear(
+            x,
+            weights,
+            [torch.empty(size, dtype=dtype) for size in sizes] if bias else None,
+            residual=torch.empty(rows, sizes[0], dtype=dtype) if residual else None,
+            activation=activation,
+            places=torch.empty(sizes[0], dtype=torch.int32) if places else None,
+        )
+    return [kernel_facts(kernel) for kernel in compiled]
+
+
 @contextmanager
 def recorded(capability, *modules):
     """Launches compile for a device of this capability instead; gives the list of what they compiled."""
@@ -265,12 +354,25 @@ def kernel_facts(kernel):
         "stack": stack,
         "shared": kernel.metadata.shared,
         "async_copies": [
-            int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], 0x(\w+)", ptx)
+            int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global\S* [^;]*?\], 0x(\w+)", ptx)
         ],
         "vector_loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
         "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
-        "tensor_core_ops": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "tensor_core_ops": len(re.findall(TENSOR_CORE, ptx)),
+        "exchanges_in_loop": [
+            len(re.findall(r"(?:ld|st)\.shared|ldmatrix|stmatrix|shfl\.sync|bar(?:rier)?\.sync", body))
+            for body in loops(ptx)
+            if re.search(TENSOR_CORE, body)
+        ],
     }
+
+
+def loops(ptx):
+    """The bodies of a kernel's loops: from a label to a branch back to it."""
+    for label in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE):
+        back = re.compile(rf"\bbra(?:\.uni)?\s+{re.escape(label[1])};").search(ptx, label.end())
+        if back:
+            yield ptx[label.end() : back.start()]
 
 
 def compile_all(capability, cases):
@@ -286,10 +388,13 @@ def compile_all(capability, cases):
 
 @pytest.fixture(scope="module")
 def compiled():
-    return {
-        capability: compile_all(capability, {name: CASES[name] for name in names} | LAYER_CASES | LINEAR_CASES)
-        for capability, names in QUICK.items()
-    }
+    def compile_quick(capability):
+        int4 = {name: INT4_CASES[name] for name in QUICK_INT4[capability]}
+        cases = {name: CASES[name] for name in QUICK[capability]} | LAYER_CASES | LINEAR_CASES | int4
+        return compile_all(capability, cases)
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(QUICK, threads.map(compile_quick, QUICK)))
 
 
 def check_kernels(facts, capability, case):
@@ -340,11 +445,48 @@ def test_linear_compiles_without_spills(compiled, capability, name):
             assert kernel["vector_loads"], kernel
 
 
+def int4_kernels(case):
+    """The kernels that a case takes, in their order."""
+    kernel = next(name for most, name in INT4_KERNELS.items() if case.get("rows", 1) <= most)
+    return [*(["_rms_norm_kernel", "_permute_columns_kernel"] if case.get("perm") else []), kernel]
+
+
+@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_INT4.items() for name in names])
+def test_int4_compiles_without_spills(compiled, capability, name):
+    check_int4_kernels(compiled[capability][name], capability, name)
+
+
+def check_int4_kernels(facts, capability, name):
+    wanted = int4_kernels(INT4_CASES[name])
+    assert isinstance(facts, list), facts
+    names = [kernel["name"] for kernel in facts]
+    assert names in (wanted, [*wanted, "add_splits_kernel"])
+    for kernel in facts:
+        assert kernel["stack"] <= KNOWN_SPILLS.get(name, STACK_BYTES), kernel
+        assert kernel["shared"] <= DEVICES[capability][1], kernel
+        assert kernel["waits"] == (capability >= 90 and kernel["name"] != "int4_dequantize_kernel"), kernel
+        if kernel["name"] in ("int4_rows_kernel", "int4_tiles_kernel"):
+            assert kernel["tensor_core_ops"], kernel
+            assert kernel["vector_loads"] or 16 in kernel["async_copies"], kernel  # the codes
+
+
+@pytest.mark.skipif(triton_version() > (3, 6), reason="newer ones lay products out otherwise: right, but slower")
+@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_INT4.items() for name in names])
+def test_int4_goes_from_memory_to_tensor_cores(compiled, capability, name):
+    """With up to 16 rows each warp works by itself: the loop over columns has no shared memory and no shuffles."""
+    for kernel in compiled[capability][name]:
+        if kernel["name"] == "int4_rows_kernel":
+            wanted = [] if name == "int4-qkv-1" else [0]  # that one is done in two steps
+            assert kernel["exchanges_in_loop"] == wanted, kernel
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", DEVICES)
 def test_sweep_compiles_without_spills(capability):
     for name, facts in compile_all(capability, SLOW_CASES).items():
         check_kernels(facts, capability, SLOW_CASES[name])
+    for name, facts in compile_all(capability, INT4_CASES).items():
+        check_int4_kernels(facts, capability, name)
 
 
 if __name__ == "__main__":
@@ -356,6 +498,8 @@ if __name__ == "__main__":
                 compile_it = compile_layer_case
             elif case_name in LINEAR_CASES:
                 compile_it = compile_linear_case
+            elif case_name in INT4_CASES:
+                compile_it = compile_int4_case
             results[case_name] = compile_it(int(sys.argv[1]), **case)
         except Exception as error:  # reported as that case's failure
             results[case_name] = repr(error)

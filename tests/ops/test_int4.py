@@ -184,6 +184,7 @@ def test_large_activations_stay_finite():
     (dict(biases=[torch.zeros(3)]), "a bias must be"),
     (dict(x=torch.zeros(1, 128).double()), "fp32, fp16 or bf16"),
     (dict(weights=[]), "1 to 3 weights"),
+    (dict(x=torch.zeros(1, 300)), "x has 300 columns"),
 ])  # fmt: skip
 def test_bad_input(change, message):
     weight, _ = random_weight(32, 128)

@@ -1,52 +1,18 @@
 """Modules of other libraries, known by what they hold: here stand-ins for gptqmodel's and compressed-tensors'."""
 
-import copy
 from types import SimpleNamespace
 
 import fixtures
 import pytest
 import torch
-from quantized_models import grouped, spec_of
+from foreign import ForeignLinear, K, N, foreign
 from torch import nn
 from torch.nn import functional
 
-from hf_turbo.quantization.formats import decode, encode, gptq_spec
+from hf_turbo.quantization import take_over as module_of_take_over
+from hf_turbo.quantization.formats import decode, gptq_spec
 from hf_turbo.quantization.int4_linear import Int4Linear
 from hf_turbo.quantization.take_over import take_over
-
-N, K = 64, 128
-
-
-class ForeignLinear(nn.Module):
-    """Holds a file's tensors as they are, and says what gptqmodel's layers say of themselves."""
-
-    def __init__(self, tensors, spec, bias=None, dtype=torch.float16, group_size=None):
-        super().__init__()
-        self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.bits, self.group_size = spec.bits, group_size or spec.group_size
-        self.spec, self.dtype = spec, dtype
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
-        self.bias = bias
-
-    def weight_now(self):
-        tensors = {name: tensor for name, tensor in self._buffers.items() if name != "bias"}
-        return decode(tensors, self.spec).dequantize(torch.float32)
-
-    def forward(self, x):
-        if x.dtype != self.dtype:
-            raise RuntimeError(f"only {self.dtype}")
-        bias = None if self.bias is None else self.bias.float()
-        return functional.linear(x.float(), self.weight_now(), bias).to(x.dtype)
-
-
-def foreign(layout="gptq", v2=True, act_order=False, **kwargs):
-    weight = grouped(torch.randn(N, K), group_size=32)
-    if act_order:
-        weight = copy.copy(weight)
-        object.__setattr__(weight, "perm", torch.randperm(K, dtype=torch.int32))
-    spec = gptq_spec((N, K), 4, 32, v2=v2) if layout == "gptq" else spec_of(weight, layout)
-    return ForeignLinear(encode(weight, spec), spec, **kwargs)
 
 
 def model_of(module):
@@ -90,6 +56,53 @@ def test_random_numbers_are_the_users():
     before = torch.random.get_rng_state()
     take_over(model)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def rebinds(module):
+    module.qweight, module.scales = module.qweight.flip(0).to(torch.int64), module.scales.bfloat16()
+    del module.qzeros
+    module.rearranged = module.qweight * 2
+
+
+def sets_data(module):
+    module.qweight.data = module.qweight.flip(0)
+    module.ready = True
+
+
+class Rearranges(ForeignLinear):
+    """As gptqmodel's for a CPU does when it is first called."""
+
+    ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            self.dense = self.weight_now()
+            self.ready = True
+            self.rearrange()
+        return functional.linear(x.float(), self.dense).to(x.dtype)
+
+
+@pytest.mark.parametrize("rearrange", [rebinds, sets_data])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_the_first_call_does_is_undone(rearrange, left, hooked):
+    module = foreign()
+    module.__class__ = Rearranges
+    module.rearrange = lambda: rearrange(module)
+    if hooked:  # a forward that has a module of its own
+        module.forward = module.forward
+    if left:
+        shifted(module)
+    held, attributes = {name: x.clone() for name, x in module.named_buffers()}, set(vars(module))
+    model, x = model_of(module), torch.randn(3, K)
+    taken = take_over(model)
+    assert bool(taken.left) == left
+    taken.undo(model)
+    back = dict(module.named_buffers())
+    assert back.keys() == held.keys() and all(torch.equal(back[name], tensor) for name, tensor in held.items())
+    assert set(vars(module)) == attributes and not module.ready
+    wanted = x @ module.weight_now().T
+    torch.testing.assert_close(model["block"]["proj"](x), wanted)
 
 
 def shuffled(module):
@@ -223,3 +236,47 @@ def test_packed_tensors_of_compressed_tensors(name):
     assert model[0] is linear
     assert all(torch.equal(tensor, held[key]) for key, tensor in linear.named_parameters())
     assert all(tensor.numel() for tensor in linear.parameters())
+
+
+def test_under_two_names():
+    """PEFT holds the layer that it adapts under two."""
+    module = foreign()
+    model = nn.ModuleDict({"a": nn.ModuleDict({"base": module, "same": module}), "b": module})
+    taken = take_over(model)
+    assert list(taken.layers) == ["a.base"]
+    assert model["a"]["base"] is model["a"]["same"] is model["b"] is taken.layers["a.base"]
+    taken.undo(model)
+    assert model["a"]["base"] is model["a"]["same"] is model["b"] is module
+
+
+def test_undone_where_the_layer_is_by_now():
+    module, gone = foreign(), foreign()
+    held = {name: tensor.clone() for name, tensor in gone.named_buffers()}
+    model = nn.ModuleDict({"proj": module, "other": gone})
+    taken = take_over(model)
+    wrapper = nn.Sequential(model["proj"], nn.ReLU())
+    model["proj"], model["other"] = wrapper, nn.Identity()
+    taken.undo(model)
+    assert model["proj"] is wrapper and wrapper[0] is module and isinstance(model["other"], nn.Identity)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in gone.named_buffers())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_on_the_way_is_undone(error, monkeypatch):
+    modules = [foreign(), foreign(bias=nn.Parameter(torch.randn(N)))]
+    held = [{name: tensor.clone() for name, tensor in module.named_buffers()} for module in modules]
+    model, calls = nn.ModuleList(modules), []
+    read = module_of_take_over._read
+
+    def second_fails(module):
+        calls.append(module)
+        if len(calls) == 2:
+            raise error
+        return read(module)
+
+    monkeypatch.setattr(module_of_take_over, "_read", second_fails)
+    with pytest.raises(error):
+        take_over(model)
+    assert calls == modules and list(model) == modules
+    for module, tensors in zip(modules, held):
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in module.named_buffers())
