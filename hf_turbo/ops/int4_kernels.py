@@ -140,24 +140,25 @@ def _number(words, SHIFT: tl.constexpr, BITS: tl.constexpr, zero):
 
 
 @triton.jit
-def slices(numbers, BITS: tl.constexpr, WGMMA: tl.constexpr):
+def slices(numbers, BITS: tl.constexpr, PAIRS: tl.constexpr):
     """`codes_minus_zeros` of units [A, B, 128, ...] as tiles [A, 16 B, 32] of 32 columns, one (8 bits) or two.
 
-    Their columns are in the order of the k of the tensor cores' instruction: for a warpgroup's registers, or for the
-    pairs of pairs that `mma` gets from Triton. Another order than the compiler's own costs shuffles, not correctness.
+    Their columns are in the order in which the compiler gives a product's k to threads: two at a time (PAIRS, as the
+    instructions have it, and a warpgroup's always) or four. Another order than the compiler's costs shuffles, not
+    correctness.
     """
     A: tl.constexpr = numbers.shape[0]
     B: tl.constexpr = numbers.shape[1]
     if BITS == 4:  # a, b, row, thread, slice, third bit, first bit, half, second bit
         numbers = tl.reshape(numbers, (A, B, 8, 4, 2, 2, 2, 2, 2))
-        if WGMMA:
+        if PAIRS:
             numbers = tl.permute(numbers, (0, 1, 7, 2, 5, 8, 3, 6, 4))
         else:
             numbers = tl.permute(numbers, (0, 1, 7, 2, 5, 3, 8, 6, 4))
         return tl.split(tl.reshape(numbers, (A, B * 16, 32, 2)))
     else:  # a, b, row, thread, third bit, second bit, first bit, half
         numbers = tl.reshape(numbers, (A, B, 8, 4, 2, 2, 2, 2))
-        if WGMMA:
+        if PAIRS:
             numbers = tl.permute(numbers, (0, 1, 7, 2, 4, 5, 3, 6))
         else:
             numbers = tl.permute(numbers, (0, 1, 7, 2, 4, 3, 5, 6))
@@ -165,9 +166,9 @@ def slices(numbers, BITS: tl.constexpr, WGMMA: tl.constexpr):
 
 
 @triton.jit
-def column_of(k, WGMMA: tl.constexpr):
+def column_of(k, PAIRS: tl.constexpr):
     """The column within a slice that k of the product is, in the same order."""
-    if WGMMA:
+    if PAIRS:
         return tl.max_contiguous(tl.multiple_of(((k & 6) << 2) | ((k & 24) >> 2) | (k & 1), 2), 2)
     else:
         return tl.max_contiguous(tl.multiple_of(((k & 12) << 1) | ((k & 16) >> 2) | (k & 3), 4), 4)
@@ -221,15 +222,42 @@ def row_scales(scale_ptr, group, first_row, size, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def load_zeros(zero_ptr, group, first_row, size, HALF: tl.constexpr, STRIPS: tl.constexpr):
-    """Zero points of rows 0 to 7 (HALF 0) or 8 to 15 of strips in groups [A], two in each number: [4, 8, A, STRIPS],
-    the same for all 4 threads of a row, since each needs them.
+def thread_index(size: tl.constexpr, dim: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """0 to size - 1 along dimension `dim` of four, for a tensor whose dimensions go to threads in that order.
+
+    Of dimensions that are no different to memory, the compiler gives threads the first (up to Triton 3.6) or the last
+    (LAST_FIRST) before the others; `threads_first` puts the dimensions into one order again.
+    """
+    index = tl.arange(0, size)
+    if (3 - dim if LAST_FIRST else dim) == 0:
+        return index[:, None, None, None]
+    elif (3 - dim if LAST_FIRST else dim) == 1:
+        return index[None, :, None, None]
+    elif (3 - dim if LAST_FIRST else dim) == 2:
+        return index[None, None, :, None]
+    else:
+        return index[None, None, None, :]
+
+
+@triton.jit
+def load_zeros(
+    zero_ptr, column, first_row, size, G: tl.constexpr, HALF: tl.constexpr, A: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, STRIPS: tl.constexpr, LAST_FIRST: tl.constexpr,
+):
+    """Zero points of rows 0 to 7 (HALF 0) or 8 to 15 of strips, two in each number, [4, 8, A, STRIPS], of the G-th
+    group from that of `column` + WIDTH a on: the same for all 4 threads of a row, since each needs them.
 
     Read two bytes at a time: a load of single bytes among a product's inputs makes Triton pick another order of k.
     """
-    row = first_row + HALF * 8 + tl.arange(0, 8)[None, :, None, None] + tl.arange(0, STRIPS)[None, None, None, :] * 16
-    row = tl.minimum(row, size - 1) + tl.zeros([4, 1, 1, 1], tl.int32)
-    return tl.load(zero_ptr + (group[None, None, :, None] * ((size + 1) // 2) + row // 2))
+    group = (column + thread_index(A, 2, LAST_FIRST) * WIDTH) // GROUP + G
+    group = tl.minimum(group, NUM_GROUPS - 1)
+    row = first_row + HALF * 8 + thread_index(8, 1, LAST_FIRST) + thread_index(STRIPS, 3, LAST_FIRST) * 16
+    row = tl.minimum(row, size - 1) + thread_index(4, 0, LAST_FIRST) * 0
+    pairs = tl.load(zero_ptr + (group * ((size + 1) // 2) + row // 2))
+    if LAST_FIRST:
+        return tl.permute(pairs, (3, 2, 1, 0))
+    else:
+        return pairs
 
 
 @triton.jit
@@ -239,12 +267,10 @@ def unit_zeros(
     """`zero_operand` [A, STRIPS, 128] of a unit from `load_zeros` of its group, or of those of its two slices."""
     A: tl.constexpr = pairs.shape[2]
     STRIPS: tl.constexpr = pairs.shape[3]
-    zero = _odd_or_even(pairs, BITS, DTYPE, ASM)
-    if not TWO_GROUPS:
-        of_words = tl.broadcast_to(zero[:, :, :, :, None], (A, STRIPS, 8, 4, 4))
-    else:
-        both = tl.join(zero, _odd_or_even(next_pairs, BITS, DTYPE, ASM))
-        of_words = tl.broadcast_to(both[:, :, :, :, :, None], (A, STRIPS, 8, 4, 2, 2))
+    of_words = tl.broadcast_to(_odd_or_even(pairs, BITS, DTYPE, ASM)[:, :, :, :, None], (A, STRIPS, 8, 4, 4))
+    if TWO_GROUPS:  # a thread's last two words are of the second slice
+        of_next = _odd_or_even(next_pairs, BITS, DTYPE, ASM)[:, :, :, :, None]
+        of_words = tl.where(tl.arange(0, 4)[None, None, None, None, :] < 2, of_words, of_next)
     return tl.reshape(of_words, (A, STRIPS, 128))
 
 

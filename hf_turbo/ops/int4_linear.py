@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+import triton
 from triton.runtime.jit import JITFunction
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
@@ -37,6 +38,11 @@ _launch_dequantize = Launcher(int4_dequantize_kernel)
 
 #: Whether the kernels hold PTX; Triton's interpreter runs the same steps in plain operations.
 USE_ASM = isinstance(int4_rows_kernel, JITFunction)
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+#: Whether Triton gives the k of a warp's product to its threads two at a time, or four, as it did up to 3.7.
+K_IN_PAIRS = _VERSION > (3, 7)
+#: Which of several dimensions it gives to threads first: the last, or the first, as it did up to 3.6.
+LAST_FIRST = _VERSION > (3, 6)
 
 
 def int4_linear(
@@ -141,7 +147,8 @@ def _check(
     for weight in weights:
         units = packed_shape(weight.out_features, weight.stored_columns(x.shape[1]), weight.bits)[1]
         if weight.qweight.ndim != 3 or weight.qweight.shape[1] != units:
-            raise ValueError(f"x has {x.shape[1]} columns, which the packed weight {list(weight.qweight.shape)} has not")
+            shape = list(weight.qweight.shape)
+            raise ValueError(f"x has {x.shape[1]} columns, which the packed weight {shape} has not")
     if not same_format(weights):
         raise ValueError(
             "the weights of one launch must have the same bits, groups and dtype of scales, and all or none of them "
@@ -214,7 +221,7 @@ def _run_rows(o: _Operands) -> None:
     config = o.config
     constants = (
         *o.shape, *o.epilogue, o.has_places, max(8, next_power_of_2(o.rows)), config.shares, config.strips,
-        config.units, config.ahead, config.pdl, USE_ASM,
+        config.units, config.ahead, K_IN_PAIRS, LAST_FIRST, config.pdl, USE_ASM,
     )  # fmt: skip
     _launch_rows(
         (o.key, constants), (o.tiles(config.strips * UNIT_ROWS), 1, 1),
@@ -228,10 +235,10 @@ def _run_tiles(o: _Operands) -> None:
     partial = o.out
     if config.shares > 1:
         partial = torch.empty(config.shares, o.rows, sum(o.sizes), dtype=torch.float32, device=o.x.device)
-    wgmma = device_facts(o.x.device).capability == 90 and config.num_warps == 4
+    pairs = K_IN_PAIRS or (device_facts(o.x.device).capability == 90 and config.num_warps == 4)
     constants = (
         *o.shape, *o.epilogue, max(16, next_power_of_2(o.rows)), config.shares, config.strips, config.units,
-        wgmma, config.pdl, USE_ASM,
+        pairs, LAST_FIRST, config.pdl, USE_ASM,
     )  # fmt: skip
     _launch_tiles(
         (o.key, constants), (o.tiles(config.strips * UNIT_ROWS), config.shares, 1),
@@ -285,7 +292,7 @@ def _unpack(weight: PackedWeight, out: torch.Tensor, first_strip: int) -> None:
     rows, columns = out.shape
     constants = (
         columns, units, weight.group_size, len(weight.scales), weight.bits, weight.zeros is not None, _UNPACK_STRIPS,
-        _UNPACK_UNITS, USE_ASM,
+        _UNPACK_UNITS, LAST_FIRST, USE_ASM,
     )  # fmt: skip
     tensors = (weight.qweight, weight.scales, _zero_pairs(weight), out)
     aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)

@@ -14,13 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .int4_kernels import (
     codes_minus_zeros,
     column_of,
-    load_zeros,
     middle_zeros,
     pick_quantized,
     slices,
     unit_zeros,
 )
-from .int4_rows import multiply
+from .int4_rows import load_step_zeros, multiply
 from .linear_kernels import finish, load_bias
 
 # Signatures are laid out by kind of argument: weights, biases, other tensors, sizes, strides, constants.
@@ -35,24 +34,9 @@ def _scales(scale_ptr, group, first_row, size, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def _load_step_zeros(
-    zero_ptr, first_row, size, first_column, GROUPS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-):
-    """Zero points of both halves of the rows in GROUPS groups from that of `first_column` on."""
-    zeros = ()
-    if HAS_ZEROS:
-        for g in tl.static_range(GROUPS):
-            group = tl.minimum(tl.zeros([1], tl.int32) + first_column // GROUP + g, NUM_GROUPS - 1)
-            first = load_zeros(zero_ptr, group, first_row, size, 0, STRIPS)
-            zeros = zeros + (first, load_zeros(zero_ptr, group, first_row, size, 1, STRIPS))  # noqa: RUF005
-    return zeros
-
-
-@triton.jit
 def _unit_tiles(
     words, zeros, u: tl.constexpr, SLICES_IN_GROUP: tl.constexpr, STRIPS: tl.constexpr, BITS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, WGMMA: tl.constexpr, ASM: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
 ):
     """The numbers of unit `u` of a step whose zero points are `zeros`, by slices [1, 16 STRIPS, 32]."""
     SLICES: tl.constexpr = 256 // BITS // 32
@@ -69,7 +53,7 @@ def _unit_tiles(
     else:
         zero_a = middle_zeros(1, STRIPS, BITS, DTYPE, ASM)
         zero_b = zero_a
-    return slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, WGMMA)
+    return slices(codes_minus_zeros(words[None, :, :], zero_a, zero_b, BITS, DTYPE, ASM), BITS, PAIRS)
 
 
 @triton.jit
@@ -77,14 +61,14 @@ def _add_units(
     acc, zeros, word_ptrs, x_rows, row_inside, scale_ptr, first_unit, first_row, size,
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     SLICES_IN_GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr,
-    UNITS: tl.constexpr, STRIPS: tl.constexpr, WGMMA: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    UNITS: tl.constexpr, STRIPS: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):
     """acc [16 STRIPS, rows] and the products of UNITS units, the first of them `first_unit`."""
     WIDTH: tl.constexpr = 256 // BITS
     SLICES: tl.constexpr = WIDTH // 32
     part = tl.zeros(acc.shape, tl.float32)
     one = tl.zeros([1], tl.int32)
-    k = column_of(tl.arange(0, 32), WGMMA)[None, :]
+    k = column_of(tl.arange(0, 32), PAIRS)[None, :]
     for u in tl.static_range(UNITS):
         unit = first_unit + u
         if EVEN:
@@ -92,7 +76,7 @@ def _add_units(
         else:
             inside = (one + unit < TOTAL_UNITS)[:, None]
             words = tl.load(word_ptrs + unit * 128, mask=inside, other=0, eviction_policy="evict_first")
-        tiles = _unit_tiles(words, zeros, u, SLICES_IN_GROUP, STRIPS, BITS, HAS_ZEROS, DTYPE, WGMMA, ASM)
+        tiles = _unit_tiles(words, zeros, u, SLICES_IN_GROUP, STRIPS, BITS, HAS_ZEROS, DTYPE, PAIRS, ASM)
         for s in tl.static_range(SLICES):
             column = unit * WIDTH + s * 32 + k
             if EVEN:
@@ -116,7 +100,7 @@ def int4_tiles_kernel(
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, SPLIT_K: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr,
-    WGMMA: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    PAIRS: tl.constexpr, LAST_FIRST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):
     """One program: 16 STRIPS output features (of gate and up when gated), all rows of x, a share of the columns."""
     if PDL:
@@ -129,7 +113,7 @@ def int4_tiles_kernel(
     GROUPS: tl.constexpr = SLICES // SLICES_IN_GROUP
     STEPS: tl.constexpr = (TOTAL_UNITS + SPLIT_K * UNITS - 1) // (SPLIT_K * UNITS)
     EVEN: tl.constexpr = TOTAL_UNITS % (SPLIT_K * UNITS) == 0 and TOTAL_UNITS * WIDTH == COLUMNS
-    tile, w_ptr, scale_ptr, zero_ptr, bias_ptr, size, bias_size, column = pick_quantized(
+    tile, w_ptr, scale_ptr, zero_ptr, bias_ptr, size, bias_size, out_column = pick_quantized(
         tl.program_id(0), w_0, w_1, w_2, s_0, s_1, s_2, z_0, z_1, z_2, b_0, b_1, b_2,
         n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, STRIPS * 16, 1 if GATED else NUM_WEIGHTS,
     )
@@ -144,32 +128,35 @@ def int4_tiles_kernel(
         gdc_wait()
     acc = tl.zeros([STRIPS * 16, ROWS], tl.float32)
     up_acc = acc
-    zeros = _load_step_zeros(
-        zero_ptr, first_row, size, split * (STEPS * UNITS * WIDTH), GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS
+    column = split * (STEPS * UNITS * WIDTH)
+    zeros = load_step_zeros(
+        zero_ptr, column, first_row, size, GROUPS, 1, 0, GROUP, NUM_GROUPS, STRIPS, HAS_ZEROS, LAST_FIRST
     )
     up_zeros = zeros
     if GATED:
-        up_zeros = _load_step_zeros(
-            z_1, first_row, size, split * (STEPS * UNITS * WIDTH), GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS
+        up_zeros = load_step_zeros(
+            z_1, column, first_row, size, GROUPS, 1, 0, GROUP, NUM_GROUPS, STRIPS, HAS_ZEROS, LAST_FIRST
         )
     for step in range(STEPS):
         unit = (split * STEPS + step) * UNITS
         after = (unit + UNITS) * WIDTH
-        next_zeros = _load_step_zeros(
-            zero_ptr, first_row, size, after, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS
+        next_zeros = load_step_zeros(
+            zero_ptr, after, first_row, size, GROUPS, 1, 0, GROUP, NUM_GROUPS, STRIPS, HAS_ZEROS, LAST_FIRST
         )
         next_up = next_zeros
         acc = _add_units(
             acc, zeros, w_ptr + word_offset, x_rows, row_inside, scale_ptr, unit, first_row, size,
             COLUMNS, TOTAL_UNITS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE,
-            UNITS, STRIPS, WGMMA, EVEN, ASM,
+            UNITS, STRIPS, PAIRS, EVEN, ASM,
         )
         if GATED:
-            next_up = _load_step_zeros(z_1, first_row, size, after, GROUPS, STRIPS, GROUP, NUM_GROUPS, HAS_ZEROS)
+            next_up = load_step_zeros(
+                z_1, after, first_row, size, GROUPS, 1, 0, GROUP, NUM_GROUPS, STRIPS, HAS_ZEROS, LAST_FIRST
+            )
             up_acc = _add_units(
                 up_acc, up_zeros, w_1 + word_offset, x_rows, row_inside, s_1, unit, first_row, size,
                 COLUMNS, TOTAL_UNITS, GROUP, NUM_GROUPS, SLICES_IN_GROUP, BITS, HAS_ZEROS, DTYPE,
-                UNITS, STRIPS, WGMMA, EVEN, ASM,
+                UNITS, STRIPS, PAIRS, EVEN, ASM,
             )
         zeros, up_zeros = next_zeros, next_up
 
@@ -177,7 +164,7 @@ def int4_tiles_kernel(
     mask = (n < size) & (m < num_rows)
     if SPLIT_K > 1:
         width = n_0 + n_1 + n_2
-        partial_ptrs = partial_ptr + (split * num_rows + m) * width + column + n
+        partial_ptrs = partial_ptr + (split * num_rows + m) * width + out_column + n
         tl.store(partial_ptrs, acc, mask=mask)
         if GATED:
             tl.store(partial_ptrs + n_0, up_acc, mask=mask)
@@ -189,7 +176,7 @@ def int4_tiles_kernel(
             residual = tl.load(residual_ptr + m * stride_res + n, mask=mask, other=0.0)
         finish(
             acc, up_acc, bias, up_bias, residual,
-            out_ptr + column + m * stride_out + n, mask, HAS_RESIDUAL, ACTIVATION,
+            out_ptr + out_column + m * stride_out + n, mask, HAS_RESIDUAL, ACTIVATION,
         )
 
 
@@ -197,7 +184,8 @@ def int4_tiles_kernel(
 def int4_dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, size, first_strip, stride_out,
     COLUMNS: tl.constexpr, TOTAL_UNITS: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr,
+    LAST_FIRST: tl.constexpr, ASM: tl.constexpr,
 ):
     """One program: UNITS units across of STRIPS strips, columns in order. Row 0 of out is `first_strip`'s first."""
     WIDTH: tl.constexpr = 256 // BITS
@@ -208,9 +196,9 @@ def int4_dequantize_kernel(
     first_row = (first_strip + tl.program_id(1) * STRIPS) * 16
     last_strip = (size + 15) // 16 - 1
     strip = tl.minimum(first_row // 16 + tl.arange(0, STRIPS), last_strip).to(tl.int64)
-    zeros = _load_step_zeros(
-        zero_ptr, first_row, size, first_unit * WIDTH, SLICES * UNITS // SLICES_IN_GROUP, STRIPS, GROUP, NUM_GROUPS,
-        HAS_ZEROS,
+    zeros = load_step_zeros(
+        zero_ptr, first_unit * WIDTH, first_row, size, SLICES * UNITS // SLICES_IN_GROUP, 1, 0, GROUP, NUM_GROUPS,
+        STRIPS, HAS_ZEROS, LAST_FIRST,
     )
     row = first_row + tl.arange(0, STRIPS * 16)[:, None]
     out_rows = out_ptr + (row - first_strip * 16).to(tl.int64) * stride_out
@@ -218,14 +206,14 @@ def int4_dequantize_kernel(
     for u in tl.static_range(UNITS):
         unit = first_unit + u
         words = tl.load(w_ptr + (strip[:, None] * TOTAL_UNITS + unit) * 128 + tl.arange(0, 128)[None, :])
-        tiles = _unit_tiles(words, zeros, u, SLICES_IN_GROUP, STRIPS, BITS, HAS_ZEROS, DTYPE, False, ASM)
+        tiles = _unit_tiles(words, zeros, u, SLICES_IN_GROUP, STRIPS, BITS, HAS_ZEROS, DTYPE, True, ASM)
         for s in tl.static_range(SLICES):
             if (u * SLICES + s) % SLICES_IN_GROUP == 0:
                 group = tl.minimum((unit * WIDTH + s * 32) // GROUP, NUM_GROUPS - 1)
                 scales = _scales(scale_ptr, group, first_row, size, STRIPS)
             # From the order of k of a product to the columns' own.
-            numbers = tl.reshape(tiles[s], (STRIPS * 16, 2, 4, 4))
-            numbers = tl.reshape(tl.permute(numbers, (0, 2, 1, 3)), (STRIPS * 16, 32))
+            numbers = tl.reshape(tiles[s], (STRIPS * 16, 2, 2, 4, 2))
+            numbers = tl.reshape(tl.permute(numbers, (0, 3, 1, 2, 4)), (STRIPS * 16, 32))
             column = unit * WIDTH + s * 32 + tl.arange(0, 32)[None, :]
             values = numbers.to(tl.float32) * scales
             tl.store(out_rows + column, values.to(out_ptr.dtype.element_ty), mask=(row < size) & (column < COLUMNS))

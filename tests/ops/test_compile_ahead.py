@@ -470,7 +470,6 @@ def check_int4_kernels(facts, capability, name):
             assert kernel["vector_loads"] or 16 in kernel["async_copies"], kernel  # the codes
 
 
-@pytest.mark.skipif(triton_version() > (3, 6), reason="newer ones lay products out otherwise: right, but slower")
 @pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_INT4.items() for name in names])
 def test_int4_goes_from_memory_to_tensor_cores(compiled, capability, name):
     """With up to 16 rows each warp works by itself: the loop over columns has no shared memory and no shuffles."""

@@ -159,6 +159,18 @@ def test_what_is_folded_in(rows):
     check(rows, [*pair, random_weight(20, 128, zeros=True)], torch.float16, biases="nyn")
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_what_other_versions_of_triton_prefer(monkeypatch, pairs, last_first):
+    monkeypatch.setattr(ops, "K_IN_PAIRS", pairs)
+    monkeypatch.setattr(ops, "LAST_FIRST", last_first)
+    weight = random_weight(40, 300, 4, 32, zeros=True)
+    check(3, [weight], torch.float16, config=Int4Config(True, 2, 2, 2, 2))
+    check(11, [weight], torch.float32, config=STREAM)
+    check(20, [weight], torch.float16, config=Int4Config(False, 4, 1, 2, 4, num_stages=2))
+    check(70, [weight], torch.float16)
+
+
 @pytest.mark.parametrize("rows", [1, 20, 70])
 def test_weights_with_orders_of_their_own(rows):
     check(rows, [random_weight(32, 128, perm=True) for _ in range(3)], torch.float16)
