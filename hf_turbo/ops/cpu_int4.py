@@ -61,9 +61,10 @@ def int4_linear(
     *,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `int4_linear.int4_linear`; any number of weights, on any device."""
-    if len(weights) == 1 and residual is None and activation is None:  # a model's own layers: nothing but the product
+    if len(weights) == 1 and residual is None and activation is None and places is None:  # nothing but the product
         return linear(x, weights[0], biases[0] if biases else None)
     if biases is None:
         biases = [None] * len(weights)
@@ -73,7 +74,8 @@ def int4_linear(
         result = apply_activation(gate, activation) * up
     else:
         result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return result if residual is None else residual + result
+    result = result if residual is None else residual + result
+    return result if places is None else torch.empty_like(result).index_copy_(1, places.long(), result)
 
 
 def dequantize(weight: PackedWeight, columns: int, dtype: torch.dtype) -> torch.Tensor:

@@ -167,6 +167,13 @@ def test_what_is_folded_in(dtype):
     assert_near(ops.int4_linear(x, [up]), x.double() @ up_values.t(), dtype)
 
 
+def test_outputs_in_other_places():
+    weight, _ = random_weight(64, 128, 32)
+    x, places = random_x(2, 128, torch.float32), torch.randperm(64).int()
+    plain, placed = ops.int4_linear(x, [weight]), ops.int4_linear(x, [weight], places=places)
+    assert torch.equal(placed[:, places.long()], plain) and not torch.equal(placed, plain)
+
+
 def test_torchs_operator_is_for_few_rows_of_bf16(multiplied):
     weight, _ = random_weight(64, 128, 32)
     for dtype in TOLERANCES:
