@@ -4,6 +4,7 @@ import copy
 import io
 
 import pytest
+import quantized
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,20 +27,8 @@ SHAPES = (
 )  # fmt: skip
 
 
-def random_weight(rows, columns, group_size, bits=4, zeros=False, perm=False, dtype=torch.float16, pack=None):
-    """A packed weight, and the numbers that it means in float64."""
-    pack = pack or pack_for_device
-    groups = -(-columns // group_size)
-    codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)
-    scales = ((torch.rand(groups, rows) + 0.1) / columns**0.5 / (1 << bits - 2)).to(dtype)
-    points = torch.randint(0, (1 << bits) + (bits == 4), (groups, rows), dtype=torch.uint8) if zeros else None
-    order = torch.randperm(columns).int() if perm else None
-    group = torch.arange(columns) // group_size
-    offset = 1 << bits - 1 if points is None else points.double()[group].t()
-    values = scales.double()[group].t() * (codes.double() - offset)
-    if order is not None:
-        values = torch.empty_like(values).index_copy_(1, order.long(), values)
-    return pack(codes, scales, points, order, bits, group_size), values
+def random_weight(*args, pack=pack_for_device, **kwargs):
+    return quantized.random_weight(*args, pack=pack, **kwargs)
 
 
 def random_x(rows, columns, dtype, mean=0.0):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+import quantized
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,20 +22,8 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 H200 = DeviceFacts(132, 90, 232448)
 
 
-def random_weight(rows, columns, bits=4, group_size=32, zeros=False, perm=False, scales_dtype=torch.float16):
-    """Codes and what belongs to them, packed; and the numbers they mean, in float64."""
-    groups = -(-columns // group_size)
-    codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)
-    scales = (torch.rand(groups, rows) / columns**0.5 / (1 << bits - 2)).to(scales_dtype)
-    points = torch.randint(0, 1 << bits, (groups, rows), dtype=torch.uint8) if zeros else None
-    order = torch.randperm(columns).int() if perm else None
-    group = torch.arange(columns) // group_size
-    offset = 1 << bits - 1 if points is None else points.double()[group].t()
-    values = scales.double()[group].t() * (codes.double() - offset)
-    if order is not None:
-        values = torch.empty_like(values).index_copy_(1, order.long(), values)
-    tensors = [None if t is None else t.to(DEVICE) for t in (codes, scales, points, order)]
-    return pack_weight(*tensors, bits, group_size), values.to(DEVICE)
+def random_weight(*args, **kwargs):
+    return quantized.random_weight(*args, pack=pack_weight, device=DEVICE, **kwargs)
 
 
 def check(rows, weights, dtype, biases=None, residual=False, activation=None, config=None):
@@ -88,7 +77,7 @@ def test_a_code_lies_where_the_page_says():
 @pytest.mark.parametrize("group_size", [5, 16, 32, 48, 64, 96, 100, 128, 200, 256])
 @pytest.mark.parametrize("zeros, perm", [(False, False), (True, True)])
 def test_pack_weight(bits, group_size, zeros, perm):
-    weight, values = random_weight(24, 200, bits, group_size, zeros, perm)
+    weight, values = random_weight(24, 200, group_size, bits, zeros, perm)
     columns = weight.stored_columns(200)
     assert weight.group_size in (32, 64) or weight.group_size % 128 == 0
     assert columns <= weight.group_size * len(weight.scales)
@@ -104,7 +93,7 @@ def test_pack_weight(bits, group_size, zeros, perm):
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256])
 def test_dequantize(dtype, bits, group_size):
     for zeros in (False, True):
-        weight, _ = random_weight(40, 200, bits, group_size, zeros)
+        weight, _ = random_weight(40, 200, group_size, bits, zeros)
         expected = reference.dequantize(weight, 200, dtype)
         # Triton's interpreter cuts bf16 off in place of rounding.
         inexact = dtype == torch.bfloat16 and DEVICE == "cpu"
@@ -112,7 +101,7 @@ def test_dequantize(dtype, bits, group_size):
 
 
 def test_dequantize_orders_columns():
-    weight, _ = random_weight(40, 200, 4, 40, zeros=True, perm=True)
+    weight, _ = random_weight(40, 200, 40, zeros=True, perm=True)
     assert torch.equal(ops.dequantize(weight, 200, torch.float16), reference.dequantize(weight, 200, torch.float16))
 
 
@@ -128,7 +117,7 @@ def test_few_rows(dtype, bits, group_size, zeros, perm):
     cases = [(1, 256, True), (11, 300, False), (11, 256, True), (1, 300, False)]
     # Triton's interpreter is slow: half of the cases there.
     for rows, columns, ahead in cases if DEVICE == "cuda" else cases[:2]:
-        weight = random_weight(24, columns, bits, group_size, zeros, perm)
+        weight = random_weight(24, columns, group_size, bits, zeros, perm)
         step = 2 if group_size > 64 or bits == 4 else 1
         check(rows, [weight], dtype, config=dataclasses.replace(STREAM, ahead=ahead, units=step))
 
@@ -146,7 +135,7 @@ def test_shapes_of_programs(strips, shares, units):
 ])  # fmt: skip
 def test_more_rows(dtype, bits, group_size, zeros, perm):
     for columns, shares in ((256, 1), (300, 3))[:: 1 if DEVICE == "cuda" or zeros else -2]:
-        weight = random_weight(70, columns, bits, group_size, zeros, perm)
+        weight = random_weight(70, columns, group_size, bits, zeros, perm)
         check(20, [weight], dtype, config=Int4Config(False, 4, 1, shares, 4, num_stages=2))
 
 
@@ -164,7 +153,7 @@ def test_what_is_folded_in(rows):
 def test_what_other_versions_of_triton_prefer(monkeypatch, pairs, last_first):
     monkeypatch.setattr(ops, "K_IN_PAIRS", pairs)
     monkeypatch.setattr(ops, "LAST_FIRST", last_first)
-    weight = random_weight(40, 300, 4, 32, zeros=True)
+    weight = random_weight(40, 300, 32, zeros=True)
     check(3, [weight], torch.float16, config=Int4Config(True, 2, 2, 2, 2))
     check(11, [weight], torch.float32, config=STREAM)
     check(20, [weight], torch.float16, config=Int4Config(False, 4, 1, 2, 4, num_stages=2))
@@ -178,7 +167,7 @@ def test_weights_with_orders_of_their_own(rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_of_other_dtypes(dtype):
-    check(2, [random_weight(32, 128, scales_dtype=dtype)], torch.float32, config=STREAM)
+    check(2, [random_weight(32, 128, dtype=dtype)], torch.float32, config=STREAM)
 
 
 def test_large_activations_stay_finite():
