@@ -6,6 +6,8 @@ arguments, on any device: `int4_mm`, a product of two dimensions, which a linear
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import dispatch
@@ -25,20 +27,10 @@ _library.define(
 )
 
 
-def _int4_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    perm: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    bits: int,
-    group_size: int,
-) -> torch.Tensor:
-    """`x[..., K] @ W.T + bias`: `[..., N]` in x's dtype; see `PackedWeight` for the rest."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.ops.hf_turbo.int4_mm(rows, qweight, scales, zeros, perm, bias, bits, group_size)
-    return out.view(*x.shape[:-1], scales.shape[1])
+def _int4_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    """`x[..., K] @ W.T + bias`: `[..., N]` in x's dtype; see `_int4_mm` for the rest."""
+    out = torch.ops.hf_turbo.int4_mm(x.reshape(-1, x.shape[-1]), *weight)
+    return out.view(*x.shape[:-1], out.shape[1])
 
 
 def _int4_mm(
@@ -51,7 +43,7 @@ def _int4_mm(
     bits: int,
     group_size: int,
 ) -> torch.Tensor:
-    """The same of x `[M, K]`."""
+    """`x[M, K] @ W.T + bias`: `[M, N]` in x's dtype; see `PackedWeight` for the weight."""
     return dispatch.int4_linear(x, [PackedWeight(qweight, scales, zeros, perm, bits, group_size)], [bias])
 
 

@@ -173,8 +173,7 @@ def int4_rows_kernel(
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_PLACES: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, STRIPS: tl.constexpr, UNITS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PAIRS: tl.constexpr, LAST_FIRST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    AHEAD: tl.constexpr, PAIRS: tl.constexpr, LAST_FIRST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):
     """One program: 16 STRIPS output features (of gate and up when gated), all rows of x, a share of the columns a warp.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -59,8 +61,18 @@ class PackedWeight:
         return in_features if self.perm is None else len(self.perm)
 
 
-#: Of every `perm` that was asked for.
+#: Of every `perm` that was asked for. (Nobody writes to one: others may hold it.)
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: Orders of columns that are held somewhere, by device and content.
+_orders: WeakValueDictionary[tuple[torch.device, bytes], torch.Tensor] = WeakValueDictionary()
+
+
+def one_of_equals(perm: torch.Tensor | None) -> torch.Tensor | None:
+    """An order's tensor, the same for all equal ones: so the kernels see which weights may be multiplied together."""
+    if perm is None or perm.is_meta:
+        return perm
+    content = hashlib.sha256(perm.cpu().numpy().tobytes()).digest()
+    return _orders.setdefault((perm.device, content), perm)
 
 
 def has_layout_of(qweight: torch.Tensor, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from ..ops import (
     int4,  # noqa: F401  registers torch.ops.hf_turbo.int4_*
 )
 from ..ops.cpu_int4_layout import block_rows
-from ..ops.packed_weight import PackedWeight, has_layout_of, pack_for_device, unpack_weight
+from ..ops.packed_weight import PackedWeight, has_layout_of, one_of_equals, pack_for_device, unpack_weight
 from .formats import decode, encode, settle
 from .spec import LinearSpec, TensorHeader
 from .weight import GroupedWeight
@@ -140,7 +140,8 @@ class Int4Linear(nn.Module):
             zeros = torch.full_like(weight.scales, 1 << (weight.bits - 1), dtype=torch.uint8)
         packed = pack_for_device(weight.codes, weight.scales, zeros, weight.perm, self.field_bits, weight.group_size)
         self._packed_group_size = packed.group_size
-        for name in _BUFFERS:
+        self.perm = one_of_equals(packed.perm)
+        for name in ("qweight", "scales", "zeros"):
             old, new = getattr(self, name), getattr(packed, name)
             if _fits(old, new):
                 old.copy_(new)
@@ -213,6 +214,7 @@ class Int4Linear(nn.Module):
             self.scales = scales.to(self.scales.device)
         if not self.qweight.is_meta and not has_layout_of(self.qweight, self.qweight.device):
             self._hold(self.to_grouped())
+        self.perm = one_of_equals(self.perm)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ DEVICES = {80: (108, 166912), 86: (84, 101376), 90: (132, 232448)}
 
 #: Two kernels that use a fraction of the registers have a stack frame of 8 bytes all the same; a spill is larger.
 STACK_BYTES = 8
-
-
-def triton_version():
-    """Of the package that is installed, which is not imported here."""
-    try:
-        return tuple(map(int, version("triton").split(".")[:2]))
-    except PackageNotFoundError:
-        return (0, 0)
 
 
 TENSOR_CORE = r"wgmma\.mma_async|mma\.sync"

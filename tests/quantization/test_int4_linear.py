@@ -358,3 +358,23 @@ def test_lora_config_must_be_told():
     peft = pytest.importorskip("peft")
     with pytest.raises(ValueError, match="not supported"):
         peft.get_peft_model(nn.Sequential(layer_of(weight()), nn.Linear(N, 4)), peft.LoraConfig(target_modules=["0"]))
+
+
+def layer_in_order(perm):
+    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    weight = GroupedWeight(codes, torch.rand(2, 32).half(), None, perm.clone(), 4, 32)
+    return Int4Linear.from_grouped(weight, None, gptq_spec((32, 64), 4, 32)), weight.dequantize()
+
+
+def test_equal_orders_are_one_tensor_that_is_not_written_to():
+    """Kernels multiply weights of one order together; a layer that loads another order leaves the others theirs."""
+    # As files give them: channels of a group in order.
+    perm, other = (torch.randperm(64).view(2, 32).sort(1).values.flatten().int() for _ in range(2))
+    (first, _), (second, value), (third, _) = layer_in_order(perm), layer_in_order(perm), layer_in_order(other)
+    assert first.perm is second.perm is not third.perm
+    assert first.to(torch.bfloat16).perm is second.perm
+    places = second.packed.places
+    first.load_state_dict(third.state_dict())
+    assert first.perm is third.perm and torch.equal(second.dequantize(), value)
+    assert torch.equal(first.packed.places[first.perm.long()], torch.arange(64).int())
+    assert second.packed.places is places
