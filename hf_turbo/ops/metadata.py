@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from .block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK, block_runs
+from .kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,56 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
+class QuantizedKV:
+    """The blocks of one layer whose older blocks are codes.
+
+    Args:
+        wide: blocks in the model's dtype; their ids are in `AttentionMetadata.block_tables`.
+        codes: k_segments uint8 `[num_blocks, num_kv_heads, key_bytes]`, v_segments the same with `value_bytes`, as in
+            `kv_format`; contiguous; their ids are in `AttentionMetadata.code_tables`.
+    """
+
+    wide: LayerKV
+    codes: LayerKV
+    format: KVFormat
+
+    def that_grows(self) -> QuantizedKV:
+        """The same for captured kernels; see `LayerKV.that_grows`."""
+        return replace(self, wide=self.wide.that_grows(), codes=self.codes.that_grows())
+
+    @property
+    def block_size(self) -> int:
+        return self.wide.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.wide.num_kv_heads
+
+    @property
+    def k_dim(self) -> int:
+        return self.wide.k_segments[0].shape[3]
+
+    @property
+    def v_dim(self) -> int:
+        return self.wide.v_segments[0].shape[3]
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Blocks of each sequence of a quantized cache that `block_ids_cpu` does not hold, on the host.
+
+    Args:
+        anchors: the wide block of a sequence's first tokens, where `first_blocks_cpu` skips it and it is still there.
+        code_ids: blocks in codes, in order.
+        first_codes: how many blocks come before those.
+    """
+
+    anchors: list[int | None]
+    code_ids: list[list[int]]
+    first_codes: list[int]
+
+
+@dataclass(frozen=True)
 class EvenRows:
     """Blocks of equally long rows in one segment.
 
@@ -97,6 +148,11 @@ class AttentionMetadata:
         seq_lens_cpu, q_lens_cpu: the same on the host, for the CPU path.
         block_ids_cpu: per sequence, the ids of its live blocks, in order.
         first_blocks_cpu: per sequence, how many blocks before those have left the window.
+        code_tables: of a quantized cache, int32 `[num_seqs, max_blocks]`: the blocks that are codes. Which those are
+            says `kv_format.end_of_codes`; the others are in `block_tables`.
+        coded_rows: the same on the host.
+        holds_new: of a quantized cache: `block_tables` has all blocks from the one before the first new token's on;
+            otherwise only the last two (a prompt that attends to itself without the cache). The first is always there.
     """
 
     block_tables: torch.Tensor
@@ -110,6 +166,9 @@ class AttentionMetadata:
     q_lens_cpu: list[int] = field(default_factory=list)
     block_ids_cpu: list[list[int]] = field(default_factory=list)
     first_blocks_cpu: list[int] = field(default_factory=list)
+    code_tables: torch.Tensor | None = None
+    coded_rows: CodedRows | None = None
+    holds_new: bool = True
     _elsewhere: dict[torch.device, AttentionMetadata] = field(default_factory=dict, repr=False)
 
     @property
@@ -141,6 +200,7 @@ class AttentionMetadata:
         if self.seq_lens.device == device:
             return self
         if device not in self._elsewhere:
-            tensors = {name: getattr(self, name).to(device) for name in ("block_tables", "seq_lens", "cu_seqlens_q")}
+            names = ("block_tables", "seq_lens", "cu_seqlens_q", "code_tables")
+            tensors = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
             self._elsewhere[device] = replace(self, _elsewhere={}, **tensors)
         return self._elsewhere[device]

@@ -1,0 +1,137 @@
+"""Keys and values to codes and back, in plain torch: the arithmetic that the kernels repeat step by step.
+
+Every operation is one correctly rounded float32 operation, so that codes do not depend on where they were made.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kv_format import E4M3_MAX, KVFormat
+
+_FP16_MAX = 65504.0
+
+
+def quantize_keys(keys: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """The bytes of whole blocks, uint8 `[..., key_bytes]`.
+
+    Args:
+        keys: `[..., block_size, dim]`, finite; `dim` is even.
+    """
+    x = keys.float()
+    low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
+    if fmt.is_float:
+        zero = _half(low * 0.5 + high * 0.5)
+        scale = _half_up(torch.maximum(high - zero.float(), zero.float() - low) / E4M3_MAX)
+    else:
+        zero = _half(low)
+        scale = _half_up((high - zero.float()).clamp(min=0) / (2**fmt.bits - 1))
+    codes = _codes((x - zero.float()) / _not_zero(scale), fmt)
+    parts = [_pack(codes, fmt).flatten(-2), scale.squeeze(-2).view(torch.uint8), zero.squeeze(-2).view(torch.uint8)]
+    return _joined(parts, fmt.key_bytes(*keys.shape[-2:]))
+
+
+def dequantize_keys(data: torch.Tensor, fmt: KVFormat, block_size: int, dim: int) -> torch.Tensor:
+    """Float32 `[..., block_size, dim]` of `[..., key_bytes]`."""
+    start = fmt.key_scales(block_size, dim)
+    codes = _unpack(data[..., :start].unflatten(-1, (block_size, -1)), fmt)
+    scale, zero = (_numbers(data[..., start + i * 2 * dim :], dim).unsqueeze(-2) for i in (0, 1))
+    return _values_of(codes, fmt) * scale + zero
+
+
+def quantize_values(values: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """The bytes of whole blocks, uint8 `[..., value_bytes]`.
+
+    A scale and a zero count in units: a power of two, the block's. So they fit into fp16 whatever the values are.
+
+    Args:
+        values: `[..., block_size, dim]`, finite; `dim` is even.
+    """
+    unit = _power_of_two(values.float().abs().amax((-2, -1), keepdim=True))
+    x = values.float() / unit
+    if fmt.zero_values:
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        zero = _half(low)
+        scale = _half_up((high - zero.float()).clamp(min=0) / (2**fmt.bits - 1))
+        codes, tail = _codes((x - zero.float()) / _not_zero(scale), fmt), [scale, zero]
+    else:
+        scale = _half_up(x.abs().amax(-1, keepdim=True))
+        codes, tail = _codes(x * largest_value_code(fmt) / _not_zero(scale), fmt, signed=True), [scale]
+    parts = [_pack(codes, fmt).transpose(-1, -2).flatten(-2)]
+    parts += [part.squeeze(-1).contiguous().view(torch.uint8) for part in tail]
+    parts.append(unit.flatten(-2).view(torch.uint8))
+    return _joined(parts, fmt.value_bytes(*values.shape[-2:]))
+
+
+def dequantize_values(data: torch.Tensor, fmt: KVFormat, block_size: int, dim: int) -> torch.Tensor:
+    """Float32 `[..., block_size, dim]` of `[..., value_bytes]`."""
+    start, end = fmt.value_scales(block_size, dim), fmt.value_unit(block_size, dim)
+    packed = data[..., :start].unflatten(-1, (-1, block_size)).transpose(-1, -2)
+    numbers = _values_of(_unpack(packed, fmt), fmt, signed=not fmt.zero_values)
+    scale = _numbers(data[..., start:], block_size).unsqueeze(-1)
+    unit = data[..., end : end + 4].contiguous().view(torch.float32).unsqueeze(-1)
+    if fmt.zero_values:
+        return (numbers * scale + _numbers(data[..., start + 2 * block_size :], block_size).unsqueeze(-1)) * unit
+    return numbers * (scale / largest_value_code(fmt)) * unit
+
+
+def largest_value_code(fmt: KVFormat) -> float:
+    """What the largest value of a token becomes, where values have no zeros."""
+    return E4M3_MAX if fmt.is_float else 127.0
+
+
+def _codes(x: torch.Tensor, fmt: KVFormat, signed: bool = False) -> torch.Tensor:
+    """Unsigned codes, uint8, of scaled numbers."""
+    if fmt.is_float:
+        return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    if signed:
+        return (x.round().clamp(-127, 127) + 128).to(torch.uint8)
+    return x.round().clamp(0, 2**fmt.bits - 1).to(torch.uint8)
+
+
+def _values_of(codes: torch.Tensor, fmt: KVFormat, signed: bool = False) -> torch.Tensor:
+    if fmt.is_float:
+        return codes.view(torch.float8_e4m3fn).float()
+    return codes.float() - 128 if signed else codes.float()
+
+
+def _pack(codes: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """`[..., dim]` -> `[..., row_bytes]`."""
+    if fmt.bits == 8:
+        return codes
+    low, high = codes.chunk(2, -1)
+    return low | high << 4
+
+
+def _unpack(packed: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    return packed.contiguous() if fmt.bits == 8 else torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _joined(parts: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
+    data = torch.cat(parts, -1)
+    return torch.nn.functional.pad(data, (0, num_bytes - data.shape[-1]))
+
+
+def _numbers(data: torch.Tensor, count: int) -> torch.Tensor:
+    return data[..., : 2 * count].contiguous().view(torch.float16).float()
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-_FP16_MAX, _FP16_MAX).half()
+
+
+def _half_up(x: torch.Tensor) -> torch.Tensor:
+    """fp16, rounded up, of numbers from 0: what they scale keeps within the codes."""
+    x = x.clamp(max=_FP16_MAX)
+    half = x.half()
+    return (half.view(torch.int16) + (half.float() < x)).view(torch.float16)
+
+
+def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, 1.0, scale.float())
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below x, float32; 1 where x is 0."""
+    bits = (x.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(x == 0, 1.0, bits.clamp(0x00800000, 0x7F000000).view(torch.float32))

@@ -1,0 +1,91 @@
+"""What a quantized block holds, byte by byte.
+
+A block of one layer and KV head is two runs of bytes. Codes are unsigned, 8 or 4 bits; of two 4-bit codes in byte `i`
+the low one is of dimension `i`, the high one of dimension `i + dim / 2`. Each run is padded to a multiple of 16 bytes.
+
+    keys    codes [block_size, dim * bits / 8], scales fp16 [dim], zeros fp16 [dim]
+    values  codes [dim * bits / 8, block_size], scales fp16 [block_size], zeros fp16 [block_size] (int4), unit fp32
+
+Keys have a scale and a zero for each channel of the block, since a few channels are much larger than the others
+(KIVI, arXiv:2402.02750); values have theirs for each token. Values lie transposed, so that what a product sums over
+is what lies in a row of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Largest magnitude of float8 e4m3.
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values become codes.
+
+    Args:
+        name: as in `TurboConfig.kv_cache_dtype`.
+        bits: of a code.
+        is_float: codes are float8 e4m3; otherwise whole numbers.
+        zero_values: values have a zero for each token.
+    """
+
+    name: str
+    bits: int
+    is_float: bool = False
+    zero_values: bool = False
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of one token's codes."""
+        return dim * self.bits // 8
+
+    def key_scales(self, block_size: int, dim: int) -> int:
+        """Where the keys' scales begin; the zeros follow them."""
+        return block_size * self.row_bytes(dim)
+
+    def key_bytes(self, block_size: int, dim: int) -> int:
+        """Bytes of one block's keys, one head."""
+        return _padded(self.key_scales(block_size, dim) + 4 * dim)
+
+    def value_scales(self, block_size: int, dim: int) -> int:
+        """Where the values' scales begin; zeros, if any, follow them."""
+        return block_size * self.row_bytes(dim)
+
+    def value_unit(self, block_size: int, dim: int) -> int:
+        """Where the values' unit lies."""
+        return self.value_scales(block_size, dim) + block_size * (4 if self.zero_values else 2)
+
+    def value_bytes(self, block_size: int, dim: int) -> int:
+        """Bytes of one block's values, one head."""
+        return _padded(self.value_unit(block_size, dim) + 4)
+
+    def bytes_per_token(self, block_size: int, k_dim: int, v_dim: int) -> float:
+        """Of one KV head, scales included."""
+        return (self.key_bytes(block_size, k_dim) + self.value_bytes(block_size, v_dim)) / block_size
+
+
+KV_FORMATS = {
+    "int8": KVFormat("int8", 8),
+    "fp8": KVFormat("fp8", 8, is_float=True),
+    "int4": KVFormat("int4", 4, zero_values=True),
+}
+
+#: Block sizes that quantized blocks can have.
+KV_BLOCK_SIZES = (32, 64, 128)
+
+#: Blocks before a token's own that it still sees wide.
+WIDE_BEHIND = 1
+
+
+def end_of_codes(length: int, block_size: int) -> int:
+    """Blocks 1 to this one, not included, are read as codes by the last of `length` tokens; at least 1.
+
+    A token sees the first block wide, for what attention returns to again and again (StreamingLLM, arXiv:2309.17453)
+    is there, and its own and the one before, for most of what it attends to is. What it sees depends on its position
+    alone, not on how a text was cut into forwards.
+    """
+    return max((length - 1) // block_size - WIDE_BEHIND, 1)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
