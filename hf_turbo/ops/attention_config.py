@@ -38,6 +38,7 @@ class AttentionConfig:
         num_splits: fixes the number of splits.
         pdl: each kernel starts while the last programs of the one before are still running, and waits for them
             before it reads anything (programmatic dependent launch, compute capability 9.0 and above).
+        max_registers: of a thread, where fewer than the compiler would take let one more program fit.
     """
 
     block_m: int
@@ -48,6 +49,7 @@ class AttentionConfig:
     programs_per_sm: int = 2
     num_splits: int | None = None
     pdl: bool = False
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)

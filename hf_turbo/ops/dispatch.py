@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from . import cpu_int4, reference, reference_int4, reference_layers, reference_linear
+from . import cpu_int4, reference, reference_int4, reference_kv, reference_layers, reference_linear
 from .int4_config import MAX_STREAM_ROWS
-from .metadata import AttentionMetadata, LayerKV
+from .metadata import AttentionMetadata, LayerKV, QuantizedKV
 from .packed_weight import PackedWeight
-from .reference import gather_kv
 
 __all__ = [
     "argmax",
+    "code_addresses",
+    "dequantize_blocks",
     "expert_linear",
     "gated",
     "gather_kv",
@@ -28,6 +29,7 @@ __all__ = [
     "linear",
     "paged_attention",
     "permute_columns",
+    "quantize_blocks",
     "rms_norm",
     "rotary_store_kv",
     "rotate",
@@ -59,24 +61,60 @@ def _kernels(name: str) -> ModuleType:
 
 
 def store_kv(
-    k: torch.Tensor, v: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, keep_last: int | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: LayerKV | QuantizedKV,
+    metadata: AttentionMetadata,
+    keep_last: int | None = None,
 ) -> None:
-    """Writes new keys and values into their blocks; see `reference.store_kv`."""
-    module = _kernels("store_kv") if uses_triton(k.device) else reference
+    """Writes new keys and values into their blocks; see `reference.store_kv` and `reference_kv.store_kv`."""
+    if isinstance(kv, QuantizedKV):
+        module = _kernels("quantize_kv") if uses_triton(k.device) else reference_kv
+    else:
+        module = _kernels("store_kv") if uses_triton(k.device) else reference
     module.store_kv(k, v, kv, metadata, keep_last)
 
 
 def paged_attention(
     q: torch.Tensor,
-    kv: LayerKV,
+    kv: LayerKV | QuantizedKV,
     metadata: AttentionMetadata,
     softmax_scale: float,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new queries over a filled cache; see `reference.paged_attention`."""
-    module = _kernels("paged_attention") if uses_triton(q.device) else reference
+    if isinstance(kv, QuantizedKV):
+        module = _kernels("quantized_attention") if uses_triton(q.device) else reference_kv
+    else:
+        module = _kernels("paged_attention") if uses_triton(q.device) else reference
     return module.paged_attention(q, kv, metadata, softmax_scale, logit_softcap, sinks)
+
+
+def gather_kv(kv: LayerKV | QuantizedKV, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense keys and values; see `reference.gather_kv` and `reference_kv.gather_kv`."""
+    if isinstance(kv, QuantizedKV):
+        return reference_kv.gather_kv(kv, *args, **options)
+    return reference.gather_kv(kv, *args, **options)
+
+
+def quantize_blocks(layers: Sequence[QuantizedKV], pairs: reference_kv.Pairs) -> None:
+    """Writes the codes of full wide blocks; see `reference_kv.quantize_blocks`."""
+    _module_of(layers).quantize_blocks(layers, pairs)
+
+
+def dequantize_blocks(layers: Sequence[QuantizedKV], pairs: reference_kv.Pairs) -> None:
+    """Makes wide blocks of codes; see `reference_kv.dequantize_blocks`."""
+    _module_of(layers).dequantize_blocks(layers, pairs)
+
+
+def _module_of(layers: Sequence[QuantizedKV]) -> ModuleType:
+    return _kernels("quantize_kv") if uses_triton(layers[0].wide.k_segments[0].device) else reference_kv
+
+
+def code_addresses(layers: Sequence[QuantizedKV]) -> Any:
+    """`quantize_kv.CodeAddresses` of layers on GPUs."""
+    return _kernels("quantize_kv").CodeAddresses(layers)
 
 
 def layer_addresses(layers: Sequence[LayerKV]) -> Any:

@@ -16,9 +16,9 @@ def quantize_keys(keys: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """The bytes of whole blocks, uint8 `[..., key_bytes]`.
 
     Args:
-        keys: `[..., block_size, dim]`, finite; `dim` is even.
+        keys: `[..., block_size, dim]`, finite; `dim` is a multiple of `fmt.parts`.
     """
-    x = keys.float()
+    x = keys.float() + 0.0  # no negative zeros: which of two zeros is the minimum would be anybody's guess
     low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
     if fmt.is_float:
         zero = _half(low * 0.5 + high * 0.5)
@@ -27,16 +27,16 @@ def quantize_keys(keys: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
         zero = _half(low)
         scale = _half_up((high - zero.float()).clamp(min=0) / (2**fmt.bits - 1))
     codes = _codes((x - zero.float()) / _not_zero(scale), fmt)
-    parts = [_pack(codes, fmt).flatten(-2), scale.squeeze(-2).view(torch.uint8), zero.squeeze(-2).view(torch.uint8)]
+    parts = [_bytes(_pack(codes, fmt)), scale.squeeze(-2).view(torch.uint8), zero.squeeze(-2).view(torch.uint8)]
     return _joined(parts, fmt.key_bytes(*keys.shape[-2:]))
 
 
 def dequantize_keys(data: torch.Tensor, fmt: KVFormat, block_size: int, dim: int) -> torch.Tensor:
     """Float32 `[..., block_size, dim]` of `[..., key_bytes]`."""
     start = fmt.key_scales(block_size, dim)
-    codes = _unpack(data[..., :start].unflatten(-1, (block_size, -1)), fmt)
+    numbers = _unpack(_words(data, start).unflatten(-1, (block_size, -1)), fmt, -1)
     scale, zero = (_numbers(data[..., start + i * 2 * dim :], dim).unsqueeze(-2) for i in (0, 1))
-    return _values_of(codes, fmt) * scale + zero
+    return numbers.mul_(scale).add_(zero)
 
 
 def quantize_values(values: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
@@ -45,10 +45,10 @@ def quantize_values(values: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     A scale and a zero count in units: a power of two, the block's. So they fit into fp16 whatever the values are.
 
     Args:
-        values: `[..., block_size, dim]`, finite; `dim` is even.
+        values: `[..., block_size, dim]`, finite; `dim` is a multiple of `fmt.parts`.
     """
     unit = _power_of_two(values.float().abs().amax((-2, -1), keepdim=True))
-    x = values.float() / unit
+    x = values.float() / unit + 0.0
     if fmt.zero_values:
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         zero = _half(low)
@@ -57,7 +57,7 @@ def quantize_values(values: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     else:
         scale = _half_up(x.abs().amax(-1, keepdim=True))
         codes, tail = _codes(x * largest_value_code(fmt) / _not_zero(scale), fmt, signed=True), [scale]
-    parts = [_pack(codes, fmt).transpose(-1, -2).flatten(-2)]
+    parts = [_bytes(_pack(codes, fmt).transpose(-1, -2))]
     parts += [part.squeeze(-1).contiguous().view(torch.uint8) for part in tail]
     parts.append(unit.flatten(-2).view(torch.uint8))
     return _joined(parts, fmt.value_bytes(*values.shape[-2:]))
@@ -65,14 +65,21 @@ def quantize_values(values: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
 
 def dequantize_values(data: torch.Tensor, fmt: KVFormat, block_size: int, dim: int) -> torch.Tensor:
     """Float32 `[..., block_size, dim]` of `[..., value_bytes]`."""
+    return dequantize_values_in_a_row(data.unsqueeze(-2), fmt, block_size, dim).transpose(-1, -2)
+
+
+def dequantize_values_in_a_row(data: torch.Tensor, fmt: KVFormat, block_size: int, dim: int) -> torch.Tensor:
+    """Float32 `[..., dim, blocks * block_size]`, as they lie in memory, of `[..., blocks, value_bytes]`."""
     start, end = fmt.value_scales(block_size, dim), fmt.value_unit(block_size, dim)
-    packed = data[..., :start].unflatten(-1, (-1, block_size)).transpose(-1, -2)
-    numbers = _values_of(_unpack(packed, fmt), fmt, signed=not fmt.zero_values)
-    scale = _numbers(data[..., start:], block_size).unsqueeze(-1)
-    unit = data[..., end : end + 4].contiguous().view(torch.float32).unsqueeze(-1)
+    words = _words(data, start).unflatten(-1, (-1, block_size)).transpose(-2, -3)
+    numbers = _unpack(words, fmt, -3, signed=not fmt.zero_values)
+    scale = _numbers(data[..., start:], block_size).unsqueeze(-3)
+    unit = data[..., end : end + 4].contiguous().view(torch.float32).unsqueeze(-3)
     if fmt.zero_values:
-        return (numbers * scale + _numbers(data[..., start + 2 * block_size :], block_size).unsqueeze(-1)) * unit
-    return numbers * (scale / largest_value_code(fmt)) * unit
+        numbers.mul_(scale).add_(_numbers(data[..., start + 2 * block_size :], block_size).unsqueeze(-3))
+    else:
+        numbers.mul_(scale / largest_value_code(fmt))
+    return numbers.mul_(unit).flatten(-2)
 
 
 def largest_value_code(fmt: KVFormat) -> float:
@@ -89,22 +96,42 @@ def _codes(x: torch.Tensor, fmt: KVFormat, signed: bool = False) -> torch.Tensor
     return x.round().clamp(0, 2**fmt.bits - 1).to(torch.uint8)
 
 
-def _values_of(codes: torch.Tensor, fmt: KVFormat, signed: bool = False) -> torch.Tensor:
-    if fmt.is_float:
-        return codes.view(torch.float8_e4m3fn).float()
-    return codes.float() - 128 if signed else codes.float()
-
-
 def _pack(codes: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
-    """`[..., dim]` -> `[..., row_bytes]`."""
-    if fmt.bits == 8:
-        return codes
-    low, high = codes.chunk(2, -1)
-    return low | high << 4
+    """`[..., dim]` -> words, int16 `[..., dim / fmt.parts]`."""
+    parts = enumerate(codes.to(torch.int16).chunk(fmt.parts, -1))
+    return torch.stack([part << (i * fmt.bits) for i, part in parts]).sum(0, dtype=torch.int16)
 
 
-def _unpack(packed: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
-    return packed.contiguous() if fmt.bits == 8 else torch.cat([packed & 15, packed >> 4], -1)
+def _unpack(words: torch.Tensor, fmt: KVFormat, along: int, signed: bool = False) -> torch.Tensor:
+    """The numbers that codes stand for: new, contiguous, float32. `along`: the head's dimension."""
+    shape = list(words.shape)
+    shape[along] *= fmt.parts
+    numbers = torch.empty(shape, device=words.device)
+    for i, part in enumerate(numbers.chunk(fmt.parts, along)):
+        if fmt.is_float:
+            part.copy_(_from_e4m3(words if i else words << 8))
+        else:
+            part.copy_((words >> i * fmt.bits) & 2**fmt.bits - 1)
+    if fmt.is_float:
+        return numbers.mul_(256)
+    return numbers.sub_(128) if signed else numbers
+
+
+def _from_e4m3(words: torch.Tensor) -> torch.Tensor:
+    """fp16, 1/256 of the numbers that words' high bytes stand for: ten times as fast as torch's conversion on a CPU.
+
+    Moved to where fp16 has them, their exponents count from 2 ** -15, not from 2 ** -7.
+    """
+    return (words >> 1).bitwise_and_(~0x407F).view(torch.float16)
+
+
+def _words(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """The codes of `[..., bytes]`, int16."""
+    return data.view(torch.int16)[..., : num_bytes // 2]
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    return words.flatten(-2).contiguous().view(torch.uint8)
 
 
 def _joined(parts: list[torch.Tensor], num_bytes: int) -> torch.Tensor:

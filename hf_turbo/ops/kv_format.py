@@ -1,10 +1,12 @@
 """What a quantized block holds, byte by byte.
 
-A block of one layer and KV head is two runs of bytes. Codes are unsigned, 8 or 4 bits; of two 4-bit codes in byte `i`
-the low one is of dimension `i`, the high one of dimension `i + dim / 2`. Each run is padded to a multiple of 16 bytes.
+A block of one layer and KV head is two runs of bytes. Codes are unsigned, 8 or 4 bits, and lie in words of 16: word `i`
+holds, from its lowest bits on, those of the dimensions `i` and `i + dim / 2`, or with 4 bits of `i`, `i + dim / 4`, ...
+So what a thread reads for a tensor core's fragment of 16-bit numbers becomes one fragment for each part of a head.
+Each run is padded to a multiple of 16 bytes.
 
-    keys    codes [block_size, dim * bits / 8], scales fp16 [dim], zeros fp16 [dim]
-    values  codes [dim * bits / 8, block_size], scales fp16 [block_size], zeros fp16 [block_size] (int4), unit fp32
+    keys    codes [block_size, dim / parts], scales fp16 [dim], zeros fp16 [dim]
+    values  codes [dim / parts, block_size], scales fp16 [block_size], zeros fp16 [block_size] (int4), unit fp32
 
 Keys have a scale and a zero for each channel of the block, since a few channels are much larger than the others
 (KIVI, arXiv:2402.02750); values have theirs for each token. Values lie transposed, so that what a product sums over
@@ -34,6 +36,11 @@ class KVFormat:
     bits: int
     is_float: bool = False
     zero_values: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Codes of a word, which are of as many parts of a head; head sizes are multiples of it."""
+        return 16 // self.bits
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of one token's codes."""

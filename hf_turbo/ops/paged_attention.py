@@ -23,10 +23,10 @@ from .attention_config import (
     choose_config,
     choose_num_splits,
     device_facts,
-    next_power_of_2,
 )
 from .block_ids import MAX_SEGMENTS
 from .launch import Launcher
+from .merge_splits import merge_splits, padded
 from .metadata import AttentionMetadata, LayerKV
 from .store_kv import block_offset
 
@@ -38,14 +38,8 @@ _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
 # fmt: off
 
 
-@triton.constexpr_function
-def _padded(dim):
-    """What a head size takes in a tile: a power of two that `tl.dot` accepts."""
-    return max(16, triton.next_power_of_2(dim))
-
-
 @triton.jit
-def _soft_cap(x, CAP: tl.constexpr, PRECISE: tl.constexpr):
+def soft_cap(x, CAP: tl.constexpr, PRECISE: tl.constexpr):
     """`CAP * tanh(x)`, through exp2: Triton's tanh is a device library's, which its interpreter lacks."""
     exp = tl.exp2(tl.abs(x) * (-2 * _LOG2E))
     tanh = (1 - exp) / (1 + exp)
@@ -86,7 +80,7 @@ def _load_rows(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
     """Loads `[TILE, DIM]`, padded to a power of two with zeros; if MASKED, zeros where rows are not live."""
-    DIM_PAD: tl.constexpr = _padded(DIM)
+    DIM_PAD: tl.constexpr = padded(DIM)
     offs_d = tl.arange(0, DIM_PAD)
     if BLOCK_SIZE % TILE == 0:
         # All but a scalar of each address is the same for every tile.
@@ -129,7 +123,7 @@ def _attend_tiles(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         factor = scale
         if SOFT_CAP > 0:
-            scores = _soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
+            scores = soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
             factor = 1.0
         if MASKED:
             seen = live[None, :] & (position[None, :] <= q_position[:, None])
@@ -201,8 +195,8 @@ def _paged_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     row_mask = row < num_rows
 
-    offs_k = tl.arange(0, _padded(K_DIM))
-    offs_v = tl.arange(0, _padded(V_DIM))
+    offs_k = tl.arange(0, padded(K_DIM))
+    offs_v = tl.arange(0, padded(V_DIM))
     q_mask = row_mask[:, None] & (offs_k < K_DIM)[None, :]
     if PDL:
         # The geometry was written before the keys were; they, and q, may have been just now.
@@ -230,7 +224,7 @@ def _paged_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * _LOG2E
         row_max = tl.where(split == 0, sink, row_max)
         row_sum = tl.where(split == 0, 1.0, row_sum)
-    acc = tl.zeros([BLOCK_M, _padded(V_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_M, padded(V_DIM)], tl.float32)
 
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_tb
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * K_STRIDES[1]
@@ -272,54 +266,9 @@ def _paged_attention_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
-def _merge_splits_kernel(
-    partial_ptr, lse_ptr, out_ptr, seq_lens_ptr, num_splits, stride_ot, stride_oh,
-    V_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ONE_QUERY_EACH: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):
-    """One program: one query token and head; the splits' outputs weighted by the exponential of their lse."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    first_row = (token * tl.num_programs(1) + head) * num_splits
-    offs_v = tl.arange(0, _padded(V_DIM))
-    v_mask = offs_v < V_DIM
-    lse_max = float("-inf")
-    weight_sum = 0.0
-    acc = tl.zeros([_padded(V_DIM)], tl.float32)
-    num_live = num_splits
-    if ONE_QUERY_EACH:
-        # The splits of a short sequence that have tiles at all, counted as the attention kernel shares them out.
-        seq_len = tl.load(seq_lens_ptr + token)
-        first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
-        num_tiles = tl.cdiv(seq_len, TILE) - first_tile
-        num_live = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1)), 1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    for start in range(0, num_live, SPLIT_BLOCK):
-        split = start + tl.arange(0, SPLIT_BLOCK)
-        lse = tl.load(lse_ptr + first_row + split, mask=split < num_live, other=float("-inf"))
-        new_max = tl.maximum(lse_max, tl.max(lse, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(lse - shift)
-        rescale = tl.exp2(lse_max - shift)
-        partial_ptrs = partial_ptr + (first_row + split)[:, None] * V_DIM + offs_v[None, :]
-        # An empty split wrote no output. Read it anyway, so that this load need not wait for the other.
-        partial = tl.load(partial_ptrs, mask=(split < num_live)[:, None] & v_mask[None, :], other=0.0)
-        partial = tl.where((weight > 0)[:, None], partial, 0.0)
-        acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
-        weight_sum = weight_sum * rescale + tl.sum(weight, 0)
-        lse_max = new_max
-    acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)
-    out_ptrs = out_ptr + token * stride_ot + head * stride_oh + offs_v
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=v_mask)
-
-
 # fmt: on
 
 _launch_attention = Launcher(_paged_attention_kernel)
-_launch_merge = Launcher(_merge_splits_kernel)
 
 
 def _check(q: torch.Tensor, kv: LayerKV, softmax_scale: float, sinks: torch.Tensor | None) -> None:
@@ -418,16 +367,7 @@ def paged_attention(
             float(softmax_scale), num_splits, *strides, metadata.block_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
         )
-        if num_splits > 1:
-            split_block = min(32, next_power_of_2(num_splits))
-            one_query_each = metadata.max_seqlen_q == 1 and total_q == num_seqs
-            merge_constants = (
-                v_dim, metadata.sliding_window or 0, config.tile, one_query_each, split_block, config.pdl,
-            )
-            _launch_merge(
-                (specialised, merge_constants), (total_q, num_heads, 1),
-                partial, lse, out, metadata.seq_lens, num_splits, out.stride(0), out.stride(1), *merge_constants,
-                num_warps=4, launch_pdl=config.pdl, enable_fp_fusion=True,
-            )
     # fmt: on
+    if num_splits > 1:
+        merge_splits(partial, lse, out, metadata, config.tile, specialised, config.pdl)
     return out

@@ -34,18 +34,19 @@ def store_kv(
             for side, x in ((kv.k_segments, k), (kv.v_segments, v)):
                 _store_token(side[block >> SEGMENT_BITS], block & SEGMENT_MASK, offset, x if len(x) == 1 else x[new])
         elif seq_len > first:
-            positions = torch.arange(first, seq_len)
-            blocks = torch.tensor(ids)[positions // size - dead]
-            segments = blocks >> SEGMENT_BITS
-            for segment in set(segments.tolist()):
-                here = (
-                    slice(None)
-                    if segment == segments.min() == segments.max()
-                    else (segments == segment).nonzero()[:, 0]
-                )
-                place = ((blocks[here] & SEGMENT_MASK).to(k.device), (positions[here] % size).to(k.device))
-                kv.k_segments[segment].transpose(1, 2)[place] = k[new][here]
-                kv.v_segments[segment].transpose(1, 2)[place] = v[new][here]
+            store_tokens(kv, ids, first - dead * size, k[new], v[new])
+
+
+def store_tokens(kv: LayerKV, ids: list[int], start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Writes tokens, `[tokens, num_kv_heads, dim]`, from row `start` of blocks on, which count as one."""
+    positions = torch.arange(start, start + len(k))
+    blocks = torch.tensor(ids)[positions // kv.block_size]
+    segments = blocks >> SEGMENT_BITS
+    for segment in set(segments.tolist()):
+        here = slice(None) if segment == segments.min() == segments.max() else (segments == segment).nonzero()[:, 0]
+        place = ((blocks[here] & SEGMENT_MASK).to(k.device), (positions[here] % kv.block_size).to(k.device))
+        kv.k_segments[segment].transpose(1, 2)[place] = k[here]
+        kv.v_segments[segment].transpose(1, 2)[place] = v[here]
 
 
 def _store_token(blocks: torch.Tensor, index: int, offset: int, x: torch.Tensor) -> None:
@@ -262,11 +263,22 @@ def _softmax_by_hand(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Scores `[batch, num_kv_heads, group, q_len, kv_len]`, float32 -> output in v's dtype."""
+    return softmax_weights(scores, mask, logit_softcap, sinks).to(v.dtype) @ v
+
+
+def softmax_weights(
+    scores: torch.Tensor, mask: torch.Tensor | None, logit_softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Weights of the keys, from scores `[batch, num_kv_heads, group, q_len, kv_len]`, float32.
+
+    Args:
+        mask: bool `[q_len, kv_len]`: which keys are seen; None for all.
+    """
     if logit_softcap is not None:
         scores = logit_softcap * torch.tanh(scores / logit_softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:
-        return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+        return torch.softmax(scores, dim=-1)
     sink = sinks.float().view(1, scores.shape[1], scores.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1].to(v.dtype) @ v
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]

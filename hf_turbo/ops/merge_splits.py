@@ -1,0 +1,105 @@
+"""Joins what the splits of a sequence's keys came to (Triton)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .attention_config import next_power_of_2
+from .launch import Launcher
+from .metadata import AttentionMetadata
+
+
+@triton.constexpr_function
+def padded(dim):
+    """What a head size takes in a tile: a power of two that `tl.dot` accepts."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+# Signatures and launches are laid out by kind of argument.
+# fmt: off
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+def _merge_splits_kernel(
+    partial_ptr, lse_ptr, out_ptr, seq_lens_ptr, num_splits, stride_ot, stride_oh,
+    V_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ONE_QUERY_EACH: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    """One program: one query token and head; the splits' outputs weighted by the exponential of their lse."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first_row = (token * tl.num_programs(1) + head) * num_splits
+    offs_v = tl.arange(0, padded(V_DIM))
+    v_mask = offs_v < V_DIM
+    lse_max = float("-inf")
+    weight_sum = 0.0
+    acc = tl.zeros([padded(V_DIM)], tl.float32)
+    num_live = num_splits
+    if ONE_QUERY_EACH:
+        # The splits of a short sequence that have tiles at all, counted as the attention kernel shares them out.
+        seq_len = tl.load(seq_lens_ptr + token)
+        first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
+        num_tiles = tl.cdiv(seq_len, TILE) - first_tile
+        num_live = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1)), 1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in range(0, num_live, SPLIT_BLOCK):
+        split = start + tl.arange(0, SPLIT_BLOCK)
+        lse = tl.load(lse_ptr + first_row + split, mask=split < num_live, other=float("-inf"))
+        new_max = tl.maximum(lse_max, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(lse - shift)
+        rescale = tl.exp2(lse_max - shift)
+        partial_ptrs = partial_ptr + (first_row + split)[:, None] * V_DIM + offs_v[None, :]
+        # An empty split wrote no output. Read it anyway, so that this load need not wait for the other.
+        partial = tl.load(partial_ptrs, mask=(split < num_live)[:, None] & v_mask[None, :], other=0.0)
+        partial = tl.where((weight > 0)[:, None], partial, 0.0)
+        acc = acc * rescale + tl.sum(partial * weight[:, None], 0)
+        weight_sum = weight_sum * rescale + tl.sum(weight, 0)
+        lse_max = new_max
+    acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)
+    out_ptrs = out_ptr + token * stride_ot + head * stride_oh + offs_v
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=v_mask)
+
+
+# fmt: on
+
+_launch_merge = Launcher(_merge_splits_kernel)
+
+
+def merge_splits(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    metadata: AttentionMetadata,
+    tile: int,
+    specialised: Hashable,
+    pdl: bool,
+) -> None:
+    """Writes the splits' outputs, weighted by the exponential of their log-sum-exps, to `out`.
+
+    Args:
+        partial: float32 `[total_q, num_heads, num_splits, v_head_dim]`; anything where `lse` is -inf.
+        lse: float32 `[total_q, num_heads, num_splits]`, base 2.
+        out: `[total_q, num_heads, v_head_dim]`.
+        tile: keys of a tile; the tiles of a sequence were shared out evenly, the last splits' share may be empty.
+        specialised: the part of the launch's key that its attention kernel had.
+        pdl: start while the attention kernel is still running.
+    """
+    total_q, num_heads, num_splits, v_dim = partial.shape
+    one_query_each = metadata.max_seqlen_q == 1 and total_q == metadata.num_seqs
+    constants = (
+        v_dim, metadata.sliding_window or 0, tile, one_query_each, min(32, next_power_of_2(num_splits)), pdl,
+    )  # fmt: skip
+    with torch.cuda.device_of(out):
+        _launch_merge(
+            (specialised, constants), (total_q, num_heads, 1),
+            partial, lse, out, metadata.seq_lens, num_splits, out.stride(0), out.stride(1), *constants,
+            num_warps=4, launch_pdl=pdl, enable_fp_fusion=True,
+        )  # fmt: skip

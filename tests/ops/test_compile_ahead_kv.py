@@ -1,0 +1,182 @@
+"""Compiles the kernels of a quantized cache for GPUs that need not be there, as `test_compile_ahead` does the others.
+
+Run as a script, this file is the subprocess that compiles.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import test_compile_ahead as ahead
+
+#: A kernel with registers to spare keeps so much on its stack around the slow path of a division.
+STACK_BYTES = 16
+
+# Name -> keywords of `compile_case`, whose defaults are a bf16 prompt of 8 heads of 128.
+CASES = {
+    "int8": {},
+    "fp8": {"fmt": "fp8"},
+    "int4": {"fmt": "int4"},
+    "int4-d80-d112-block32-fp16": {"fmt": "int4", "dims": (80, 112), "block_size": 32, "dtype": "float16"},
+    "int4-d256": {"fmt": "int4", "dims": (256, 256)},
+    "fp8-d64-block128": {"fmt": "fp8", "dims": (64, 64), "block_size": 128},
+    "int8-d96-fp32": {"dims": (96, 96), "dtype": "float32"},
+}
+#: What to compile for each device when time is short.
+QUICK = {80: ["int4-d80-d112-block32-fp16"], 86: ["fp8-d64-block128"], 90: ["int8", "int4"]}
+# The largest tiles.
+SLOW_CASES = CASES | {
+    f"{fmt}-d256-block128-fp32": {"fmt": fmt, "dims": (256, 256), "block_size": 128, "dtype": "float32"}
+    for fmt in ("int8", "fp8", "int4")
+}
+
+
+def compile_case(capability, fmt="int8", dims=(128, 128), block_size=64, dtype="bfloat16"):
+    """Stores a prompt, makes codes of blocks and blocks of codes; returns the facts of the three kernels."""
+    import torch
+
+    from hf_turbo.ops import quantize_kv
+    from hf_turbo.ops.block_ids import MAX_SEGMENTS
+    from hf_turbo.ops.kv_format import KV_FORMATS
+    from hf_turbo.ops.metadata import LayerKV, QuantizedKV
+
+    q_len, heads, fmt, dtype = 512, 8, KV_FORMATS[fmt], getattr(torch, dtype)
+    with ahead.recorded(capability) as compiled, torch.device("meta"):
+        wide, metadata = ahead.make_cache(q_len, heads, dims, block_size, dtype, 2, None)
+        metadata.code_tables = metadata.block_tables
+        sizes = fmt.key_bytes(block_size, dims[0]), fmt.value_bytes(block_size, dims[1])
+        pools = [tuple(torch.empty(1000, heads, size, dtype=torch.uint8) for _ in range(2)) for size in sizes]
+        kv = QuantizedKV(wide, LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64), True), fmt)
+        k, v = (torch.empty(metadata.num_seqs * q_len, heads, dim, dtype=dtype) for dim in dims)
+        quantize_kv.store_kv(k, v, kv, metadata)
+        addresses, pairs = quantize_kv.CodeAddresses([kv, kv]), torch.empty(5, 2, dtype=torch.int32)
+        addresses.quantize(pairs)
+        addresses.dequantize(pairs)
+    return [ahead.kernel_facts(kernel) | inexact_steps(kernel.asm["ptx"]) for kernel in compiled]
+
+
+def compile_attention(capability, fmt="int8", dims=(128, 128), block_size=64, dtype="bfloat16", q_len=1, group=4):
+    """Attends, by default in a decode step over a pool that grows; returns the facts of the kernel."""
+    import torch
+
+    from hf_turbo.ops import quantized_attention
+    from hf_turbo.ops.block_ids import MAX_SEGMENTS
+    from hf_turbo.ops.kv_format import KV_FORMATS
+    from hf_turbo.ops.metadata import LayerKV, QuantizedKV
+
+    heads, fmt, dtype = 8, KV_FORMATS[fmt], getattr(torch, dtype)
+    with ahead.recorded(capability, quantized_attention) as compiled, torch.device("meta"):
+        wide, metadata = ahead.make_cache(q_len, heads, dims, block_size, dtype, 2, None)
+        metadata.code_tables = metadata.block_tables
+        sizes = fmt.key_bytes(block_size, dims[0]), fmt.value_bytes(block_size, dims[1])
+        pools = [tuple(torch.empty(1000, heads, size, dtype=torch.uint8) for _ in range(2)) for size in sizes]
+        kv = QuantizedKV(wide, LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64), True), fmt)
+        q = torch.empty(metadata.num_seqs * q_len, heads * group, dims[0], dtype=dtype)
+        quantized_attention.paged_attention(q, kv, metadata, 0.1)
+    return [ahead.kernel_facts(compiled[0])]
+
+
+def inexact_steps(ptx):
+    """What would make other codes than `kv_codes` makes."""
+    return {
+        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+        "flushed": len(re.findall(r"\.ftz\b", ptx)),
+        "approximate": len(re.findall(r"\.(?:approx|full)\b", ptx)),
+        "narrow_stores": len(re.findall(r"st\.global\.b8", ptx)),
+    }
+
+
+ATTENTION = {
+    "attend-int8": {},
+    "attend-fp8": {"fmt": "fp8"},
+    "attend-int4": {"fmt": "int4"},
+    "attend-int4-d64": {"fmt": "int4", "dims": (64, 64), "group": 3},
+    "attend-int4-d80": {"fmt": "int4", "dims": (80, 80), "group": 1},
+    "attend-int8-d256-group12": {"dims": (256, 256), "group": 12},
+    "attend-int4-d256": {"fmt": "int4", "dims": (256, 256)},
+    "attend-fp8-chunk": {"fmt": "fp8", "q_len": 512},
+    "attend-int4-chunk": {"fmt": "int4", "q_len": 512},
+    "attend-int8-block128": {"block_size": 128},
+    "attend-int4-fp16-block32": {"fmt": "int4", "block_size": 32, "dtype": "float16"},
+    "attend-int8-fp32": {"dtype": "float32"},
+}
+QUICK_ATTENTION = {80: ["attend-fp8"], 86: ["attend-int8"], 90: ["attend-int8", "attend-int4", "attend-fp8"]}
+
+
+def compile_all(capability, cases):
+    """Compiles cases in a subprocess; name -> facts of its kernels, or the error."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, __file__, str(capability), json.dumps(cases)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    def compile_quick(capability):
+        names = [*QUICK[capability], *QUICK_ATTENTION[capability]]
+        return compile_all(capability, {name: (CASES | ATTENTION)[name] for name in names})
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(QUICK, threads.map(compile_quick, QUICK), strict=True))
+
+
+def check_kernels(facts, capability):
+    assert isinstance(facts, list), facts
+    assert [kernel["name"] for kernel in facts] == ["_store_quantized_kernel", "_recode_kernel", "_recode_kernel"]
+    for kernel in facts:
+        assert kernel["stack"] <= STACK_BYTES, kernel
+        assert kernel["shared"] <= ahead.DEVICES[capability][1], kernel
+        assert kernel["vector_loads"], kernel
+        inexact = ("fused", "flushed", "approximate", "narrow_stores")
+        assert not any(kernel[name] for name in inexact), kernel
+
+
+@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK.items() for name in names])
+def test_compiles_without_spills(compiled, capability, name):
+    check_kernels(compiled[capability][name], capability)
+
+
+def check_attention(facts, capability, name):
+    assert isinstance(facts, list), facts
+    [kernel] = facts
+    assert kernel["name"] == "_quantized_attention_kernel"
+    assert kernel["stack"] <= STACK_BYTES, kernel
+    assert kernel["shared"] <= ahead.DEVICES[capability][1], kernel
+    if "fp32" not in name:
+        assert kernel["tensor_core_ops"], kernel
+        assert min(kernel["async_copies"]) >= 4 and kernel["async_copies"].count(16) > 4, kernel
+
+
+@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_ATTENTION.items() for name in names])
+def test_attention_compiles_without_spills(compiled, capability, name):
+    check_attention(compiled[capability][name], capability, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ahead.DEVICES)
+def test_sweep_compiles_without_spills(capability):
+    for name, facts in compile_all(capability, SLOW_CASES | ATTENTION).items():
+        if name in ATTENTION:
+            check_attention(facts, capability, name)
+        else:
+            check_kernels(facts, capability)
+
+
+if __name__ == "__main__":
+    results = {}
+    for case_name, case in json.loads(sys.argv[2]).items():
+        try:
+            compiles = compile_attention if case_name in ATTENTION else compile_case
+            results[case_name] = compiles(int(sys.argv[1]), **case)
+        except Exception as error:  # reported as that case's failure
+            results[case_name] = repr(error)
+    print(json.dumps(results))

@@ -1,0 +1,237 @@
+"""Codes of keys and values: how near they come, that bytes are what `kv_format` says, and how many there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_turbo.ops import kv_codes
+from hf_turbo.ops.kv_format import E4M3_MAX, KV_BLOCK_SIZES, KV_FORMATS, end_of_codes
+
+FORMATS = list(KV_FORMATS)
+DIMS = [64, 80, 96, 112, 128, 256]
+SIZE = 64
+
+
+def fake_keys(x, fmt):
+    fmt = KV_FORMATS[fmt]
+    return kv_codes.dequantize_keys(kv_codes.quantize_keys(x, fmt), fmt, *x.shape[-2:])
+
+
+def fake_values(x, fmt):
+    fmt = KV_FORMATS[fmt]
+    return kv_codes.dequantize_values(kv_codes.quantize_values(x, fmt), fmt, *x.shape[-2:])
+
+
+def half(x):
+    """What rounding a zero, or a scale, to fp16 may change."""
+    return x.abs() * 2**-11 + 2**-25
+
+
+def allowed(x, fmt, along, is_value):
+    """How far from `x` its codes' numbers may be. `along`: the dimension whose numbers share a scale."""
+    unit = 2.0 ** x.abs().amax((-1, -2), keepdim=True).clamp(min=1e-30).log2().ceil() if is_value else 1.0
+    x = x / unit
+    low, high = x.amin(along, keepdim=True), x.amax(along, keepdim=True)
+    is_signed = is_value and fmt != "int4"
+    zero = torch.zeros_like(low) if is_signed else (low + high) / 2 if fmt == "fp8" else low
+    reach = (x - zero).abs() + half(zero)
+    largest = reach.amax(along, keepdim=True)
+    codes = {"fp8": E4M3_MAX, "int4": 15, "int8": 127 if is_value else 255}[fmt]
+    step = (largest + half(largest) * 2) / codes if is_signed else largest / codes + half(largest / codes) * 2
+    # Of e4m3: half of the last of three bits, or half of the smallest number.
+    bound = reach * 2**-4 + step * 2**-10 if fmt == "fp8" else step / 2
+    return (bound + half(zero) + x.abs() * 1e-6) * unit
+
+
+def inputs():
+    torch.manual_seed(1)
+    x = torch.randn(3, 4, SIZE, 80)
+    huge = x.clone()
+    huge[:, 1:3] *= 2000 / x[:, 1:3].abs().max()  # two heads
+    outlier = x.clone()
+    outlier[0, 0, 17, 5] = 30000.0
+    biased = x + 40 * torch.randn(80)
+    constant = x.clone()
+    constant[..., ::3] = 1.2345
+    return {
+        "normal": x,
+        "2000 in two heads": huge,
+        "1e-4": x * 1e-4,
+        "zeros": torch.zeros_like(x),
+        "one zero token": torch.where(torch.arange(SIZE)[:, None] == 9, 0.0, x),
+        "constant channels": constant,
+        "constant": torch.full_like(x, -3.3),
+        "one outlier": outlier,
+        "biases": biased,
+        "one sign": x.abs() + 1,
+        "tokens that grow": x * torch.logspace(-3, 3, SIZE)[:, None],
+    }
+
+
+INPUTS = inputs()
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_error(name, fmt):
+    """Half a step of the numbers that share a scale, and what fp16 takes from scales and zeros."""
+    x = INPUTS[name]
+    for fake, along, is_value in ((fake_keys, -2, False), (fake_values, -1, True)):
+        error = (fake(x, fmt).double() - x.double()).abs()
+        bound = allowed(x.double(), fmt, along, is_value)
+        assert error.isfinite().all()
+        assert (error <= bound).all(), (error / bound).max()
+        if name in ("normal", "biases", "one sign"):  # the bound is not far from what happens
+            assert (error / bound).max() > 0.8
+    if name in ("zeros", "one zero token"):
+        tokens = x.abs().amax(-1) == 0
+        assert (fake_values(x, fmt)[tokens] == 0).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e6, 1e30])
+def test_values_of_any_size(fmt, size):
+    """A block's values have a unit: what is lost does not depend on their size."""
+    x = torch.randn(2, SIZE, 64)
+    error = (fake_values(x, fmt) - x).abs().max()
+    assert ((fake_values(x * size, fmt) - x * size).abs().max() / size) < error * 1.5
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_without_a_scale_codes_are_zero(fmt):
+    """Nothing is divided by zero: what became of that would depend on the machine."""
+    fmt, x = KV_FORMATS[fmt], torch.zeros(SIZE, 64)
+    keys, values = kv_codes.quantize_keys(x, fmt), kv_codes.quantize_values(x, fmt)
+    assert not keys.any()
+    assert (values[: fmt.value_scales(SIZE, 64)] == (128 if fmt.name == "int8" else 0)).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("size", [1e5, 1e9, 1e30])
+def test_keys_beyond_fp16_stay_numbers(fmt, size):
+    x, fmt = torch.randn(SIZE, 64) * size, KV_FORMATS[fmt]
+    data = kv_codes.quantize_keys(x, fmt)
+    assert kv_codes.dequantize_keys(data, fmt, SIZE, 64).isfinite().all()
+    if fmt.is_float:
+        assert data[: SIZE * 64].view(torch.float8_e4m3fn).float().isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_blocks_are_on_their_own(fmt):
+    """What a block's codes are does not depend on its neighbours, or on how it lies in memory."""
+    x = torch.randn(3, 2, SIZE, 64)
+    x[1] *= 1000
+    x[2, 0, :, 3] = torch.tensor([0.0, -0.0]).repeat(SIZE // 2)
+    for quantize in (kv_codes.quantize_keys, kv_codes.quantize_values):
+        together = quantize(x, KV_FORMATS[fmt])
+        strided = quantize(x.transpose(1, 2).contiguous().transpose(1, 2), KV_FORMATS[fmt])
+        alone = torch.stack([quantize(block, KV_FORMATS[fmt]) for block in x])
+        assert torch.equal(together, alone) and torch.equal(together, strided)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_negative_zero_is_zero(fmt):
+    """Which of the two is the minimum would be anybody's guess."""
+    x = torch.randn(SIZE, 64)
+    x[:, 3], x[9] = 0, 0
+    for quantize in (kv_codes.quantize_keys, kv_codes.quantize_values):
+        assert torch.equal(quantize(x, KV_FORMATS[fmt]), quantize(torch.where(x == 0, -x.abs(), x), KV_FORMATS[fmt]))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_dequantizing_twice(fmt):
+    """Codes in any layout give the same numbers, and values in a row are the blocks' one after another."""
+    fmt = KV_FORMATS[fmt]
+    x = torch.randn(2, 3, SIZE, 80)
+    keys, values = kv_codes.quantize_keys(x, fmt), kv_codes.quantize_values(x, fmt)
+    for dequantize, data in ((kv_codes.dequantize_keys, keys), (kv_codes.dequantize_values, values)):
+        wanted = dequantize(data, fmt, SIZE, 80)
+        assert wanted.dtype == torch.float32 and wanted.shape == x.shape
+        assert torch.equal(dequantize(data.transpose(0, 1), fmt, SIZE, 80), wanted.transpose(0, 1))
+    in_a_row = kv_codes.dequantize_values_in_a_row(values, fmt, SIZE, 80)
+    assert in_a_row.is_contiguous()
+    assert torch.equal(in_a_row.transpose(-1, -2), wanted.flatten(-3, -2))
+
+
+def test_every_e4m3_code():
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+    numbers = kv_codes._from_e4m3(codes.to(torch.int16) << 8).float() * 256
+    assert torch.equal(numbers, codes.view(torch.float8_e4m3fn).float())
+    assert numbers.max() == E4M3_MAX
+    fp8 = KV_FORMATS["fp8"]
+    assert torch.equal(kv_codes._codes(numbers, fp8), codes)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_codes_lie_as_said(fmt):
+    """Word `i` has, from its lowest bits on, the codes of dimension `i` of each part of a head; values by dimension."""
+    fmt, dim = KV_FORMATS[fmt], 32
+    largest = 2**fmt.bits - 1
+    if fmt.is_float:
+        codes = torch.randint(0, 0x7F, (SIZE, dim))
+        codes[:, 0], codes[0], codes[1] = 0x7E, 0x7E, 0xFE
+        x = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        codes = torch.randint(0, largest + 1, (SIZE, dim))
+        codes[0], codes[1] = 0, largest  # so every channel's scale is 1
+        codes[:, 0], codes[:, 1] = 0, largest  # and every token's is that of a power of two
+        codes[:2, :2] = torch.tensor([[0, largest], [largest, 0]])
+        x = codes.float()
+    words = dim // fmt.parts
+    keys = kv_codes.quantize_keys(x, fmt).view(torch.int16)[: SIZE * words].view(SIZE, words)
+    found = {"keys": keys}
+    if fmt.name != "int8":  # whose values have no zero, so that these are not their codes
+        found["values"] = kv_codes.quantize_values(x, fmt).view(torch.int16)[: SIZE * words].view(words, SIZE).T
+    for name, packed in found.items():
+        for part in range(fmt.parts):
+            of_part = (packed.int() >> part * fmt.bits) & largest
+            assert torch.equal(of_part, codes[:, part * words : (part + 1) * words].int()), name
+
+
+def test_where_scales_lie():
+    """Behind the codes: fp16 scales and zeros by channel; scales, zeros and a unit by token."""
+    x = torch.randn(SIZE, 80) * 3
+    for fmt in KV_FORMATS.values():
+        keys, values = kv_codes.quantize_keys(x, fmt), kv_codes.quantize_values(x, fmt)
+        assert len(keys) == fmt.key_bytes(SIZE, 80) and len(values) == fmt.value_bytes(SIZE, 80)
+        start = SIZE * 80 * fmt.bits // 8
+        scale, zero = keys[start : start + 320].view(torch.float16).view(2, 80).float()
+        low, high = x.amin(0), x.amax(0)
+        near = {"rtol": 2e-3, "atol": 1e-3}
+        if fmt.is_float:
+            torch.testing.assert_close(zero, (low + high) / 2, **near)
+            torch.testing.assert_close(scale, (high - low) / 2 / E4M3_MAX, rtol=2e-2, atol=0)
+        else:
+            torch.testing.assert_close(zero, low, **near)
+            torch.testing.assert_close(scale, (high - low) / (2**fmt.bits - 1), **near)
+        unit = values[fmt.value_unit(SIZE, 80) :][:4].view(torch.float32)
+        assert unit.item() == 2.0 ** torch.ceil(torch.log2(x.abs().max()))
+        scales = values[start : start + SIZE * (4 if fmt.zero_values else 2)].view(torch.float16).view(-1, SIZE).float()
+        if fmt.zero_values:
+            torch.testing.assert_close(scales[1] * unit, x.amin(1), **near)
+            torch.testing.assert_close(scales[0] * unit, (x.amax(1) - x.amin(1)) / 15, **near)
+        else:
+            torch.testing.assert_close(scales[0] * unit, x.abs().amax(1), **near)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("fmt, bar", [("int8", 0.53), ("fp8", 0.53), ("int4", 0.30)])
+def test_bytes_per_token(fmt, bar, dim):
+    assert KV_FORMATS[fmt].bytes_per_token(64, dim, dim) <= bar * 2 * 2 * dim
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("block_size", KV_BLOCK_SIZES)
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_bytes_are_what_the_format_says(fmt, block_size, dim):
+    fmt, x = KV_FORMATS[fmt], torch.randn(block_size, dim)
+    keys, values = kv_codes.quantize_keys(x, fmt), kv_codes.quantize_values(x, fmt)
+    assert len(keys) == fmt.key_bytes(block_size, dim) and len(keys) % 16 == 0
+    assert len(values) == fmt.value_bytes(block_size, dim) and len(values) % 16 == 0
+    assert len(keys) + len(values) == fmt.bytes_per_token(block_size, dim, dim) * block_size
+
+
+@pytest.mark.parametrize("length, end", [(1, 1), (64, 1), (128, 1), (129, 1), (192, 1), (193, 2), (256, 2), (257, 3)])
+def test_end_of_codes(length, end):
+    assert end_of_codes(length, 64) == end
