@@ -7,6 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 PromptAttention = Literal["auto", "torch", "triton", "flash_attn"]
+KVCacheDtype = Literal["int8", "fp8", "int4"]
+
+#: What `ops.kv_format` has kernels for.
+_KV_BLOCK_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class TurboConfig:
     Args:
         block_size: tokens a cache block holds; a multiple of 8 from 8 to 256, or 1, 2 or 4. None: 64 where the model
             is on a GPU, as prompt chunks were measured 20% faster with it than with 16 or 32 and decode steps the
-            same; 16 elsewhere, as smaller blocks leave less unused.
+            same; 16 elsewhere, as smaller blocks leave less unused. With `kv_cache_dtype` 32, 64 or 128; None: 64.
         prompt_attention: what attends on a GPU within a prompt that has nothing cached before it: "torch" (its
             FlashAttention), "flash_attn" (the package of that name; an error when it is missing) or "triton" (the
             kernel that reads the blocks). "auto" is "torch", which was measured faster than the kernel. Layers that
@@ -24,6 +28,8 @@ class TurboConfig:
         cuda_graphs: on a GPU, capture the decode step of each number of rows once and replay it.
         fused_layers: in captured steps and long prompts, compute norms, projections, activations, rotary embeddings
             and residuals together where a kernel knows how.
+        kv_cache_dtype: what keys and values of older blocks are kept as: "int8", "fp8" (e4m3) or "int4". The first
+            block of a text and the last ones stay in the model's dtype. None: all do.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -34,11 +40,14 @@ class TurboConfig:
     prompt_attention: PromptAttention = "auto"
     cuda_graphs: bool = True
     fused_layers: bool = True
+    kv_cache_dtype: KVCacheDtype | None = None
 
     def __post_init__(self) -> None:
         size = self.block_size
         if size is not None and not _is_block_size(size):
             raise ValueError(f"block_size={size!r}: give 1, 2, 4, a multiple of 8 up to 256, or None")
+        if self.kv_cache_dtype is not None:
+            self._check_kv_cache_dtype()
         if self.prompt_attention not in get_args(PromptAttention):
             raise ValueError(
                 f"prompt_attention={self.prompt_attention!r}: one of {', '.join(get_args(PromptAttention))}"
@@ -69,7 +78,15 @@ class TurboConfig:
 
     def block_size_on(self, device_type: str) -> int:
         """The block size of a model on such a device."""
-        return self.block_size or (64 if device_type == "cuda" else 16)
+        return self.block_size or (64 if device_type == "cuda" or self.kv_cache_dtype else 16)
+
+    def _check_kv_cache_dtype(self) -> None:
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            kinds = ", ".join(get_args(KVCacheDtype))
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: one of {kinds}, or None")
+        if self.block_size is not None and self.block_size not in _KV_BLOCK_SIZES:
+            sizes = ", ".join(map(str, _KV_BLOCK_SIZES))
+            raise ValueError(f"block_size={self.block_size}: with kv_cache_dtype give {sizes}, or None")
 
 
 def _is_block_size(size: object) -> bool:

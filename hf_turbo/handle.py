@@ -32,7 +32,7 @@ class PatchHandle:
 
     def __init__(self, config: TurboConfig, device_type: str) -> None:
         self.config = config
-        self.pool = BlockPool(config.block_size_on(device_type))
+        self.pool = BlockPool(config.block_size_on(device_type), config.kv_cache_dtype)
         self.stepped_aside: Counter[str] = Counter()
         self.num_caches = 0
         #: Why the whole model steps aside; None where it is accelerated.

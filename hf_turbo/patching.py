@@ -18,6 +18,7 @@ from .config import TurboConfig
 from .generation.mixin import original_class, patched_class
 from .handle import PatchHandle
 from .modeling.attention import AttentionName, register
+from .ops.kv_format import KV_FORMATS
 from .quantization.take_over import take_over
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,9 +44,13 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
     Raises:
         TypeError: not a Transformers model.
         ValueError: the model can't generate, or an option is not allowed. Nothing has changed then.
+        NotImplementedError: `kv_cache_dtype` was asked for and this model can't have it; nothing has changed, either.
     """
     turbo_config = TurboConfig.of(config, options)
     target = _target(model)
+    kind = turbo_config.kv_cache_dtype
+    if kind is not None and (reason := why_not(target) or _why_no_codes(target, kind)):
+        raise NotImplementedError(f"kv_cache_dtype={kind!r} can't be had: {reason}")
     if is_patched(target):
         unpatch(target)
     register()
@@ -145,6 +150,16 @@ def why_not(model: PreTrainedModel) -> str | None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"layers with a {type(layer).__name__} (linear attention, convolution or an index) have other states"
     return None
+
+
+def _why_no_codes(model: PreTrainedModel, kind: str) -> str | None:
+    """Why a model's keys can't be kept as such codes, as far as its config shows it."""
+    config, parts = model.config.get_text_config(decoder=True), KV_FORMATS[kind].parts
+    size = getattr(config, "head_dim", None)
+    if size is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
+        size = config.hidden_size // config.num_attention_heads
+    wrong = isinstance(size, int) and size % parts
+    return f"it takes head sizes that are multiples of {parts}, not {size}" if wrong else None
 
 
 def _uses_attention_interface(model: PreTrainedModel) -> bool:

@@ -20,8 +20,12 @@ class Report:
         accelerated: per kind of layer, how.
         stepped_aside: reasons, and how often each came up.
         block_size: tokens a block.
-        blocks_total, blocks_in_use, blocks_shared, peak_blocks: over all groups of layers; a shared block has
-            several owners (beams, return sequences, copies of a cache).
+        kv_cache_dtype: what older blocks are kept as; None: what the model computes.
+        kv_bytes_per_token: over all layers, in a block that is kept so; `wide_kv_bytes_per_token`: in one that is as
+            the model computes it. 0 until something was stored.
+        protected_layers: layer -> what its older blocks are kept as, where that is not `kv_cache_dtype`.
+        blocks_total, blocks_in_use, blocks_shared, peak_blocks: over all groups of layers, those of codes included; a
+            shared block has several owners (beams, return sequences, copies of a cache).
         kv_bytes, peak_kv_bytes: bytes of the blocks in use, now and at most; `pool_bytes`: of all blocks.
         copied_blocks: shared blocks that were copied because a sequence went its own way.
         tokens_stored, tokens_shared: tokens that went through the cache so far: those that were written, and those of
@@ -38,6 +42,10 @@ class Report:
     accelerated: dict[str, str]
     stepped_aside: dict[str, int]
     block_size: int
+    kv_cache_dtype: str | None
+    kv_bytes_per_token: float
+    wide_kv_bytes_per_token: float
+    protected_layers: dict[int, str]
     blocks_total: int
     blocks_in_use: int
     blocks_shared: int
@@ -65,6 +73,7 @@ class Report:
             f"blocks of {self.block_size} tokens: {self.blocks_in_use} in use ({self.blocks_shared} shared), "
             f"{self.peak_blocks} at most, {self.blocks_total} in the pool",
             f"KV bytes: {self.kv_bytes:,} in use, {self.peak_kv_bytes:,} at most, {self.pool_bytes:,} in the pool",
+            *self._codes(),
             f"tokens: {self.tokens_stored:,} stored, {self.tokens_shared:,} shared; caches made: {self.caches:,}",
         ]
         if self.steps_captured:
@@ -75,6 +84,20 @@ class Report:
         if self.quantized_linears:
             lines.append(self._quantized())
         return "\n".join(lines)
+
+    def _codes(self) -> list[str]:
+        if self.kv_cache_dtype is None:
+            return []
+        lines = [f"KV cache in {self.kv_cache_dtype}: {self.kv_bytes_per_token:,.1f} bytes a token"]
+        if self.wide_kv_bytes_per_token:
+            lines[0] += f" of {self.wide_kv_bytes_per_token:,.1f}, {self._share_of_wide():.0%}"
+        for name in sorted(set(self.protected_layers.values())):
+            layers = [str(i) for i, own in sorted(self.protected_layers.items()) if own == name]
+            lines.append(f"kept in {name}: layers {', '.join(layers)}")
+        return lines
+
+    def _share_of_wide(self) -> float:
+        return self.kv_bytes_per_token / self.wide_kv_bytes_per_token
 
     def _quantized(self) -> str:
         kinds = " and ".join(f"{n:,} of {bits} bits" for bits, n in sorted(self.quantized_linears.items()))
@@ -90,7 +113,8 @@ def report(model: nn.Module) -> Report:
         ValueError: the model isn't patched.
     """
     handle = handle_of(model)
-    groups = list(handle.pool.groups.values())
+    pool, groups = handle.pool, handle.pool.all_groups()
+    wide = list(pool.groups.values())
     kinds = Counter(handle.sliding_windows)
     unsuited = handle.attention and handle.attention.unsuited
     reasons = dict(handle.stepped_aside)
@@ -102,7 +126,11 @@ def report(model: nn.Module) -> Report:
     return Report(
         accelerated={} if unsuited else how,
         stepped_aside=reasons,
-        block_size=handle.pool.block_size,
+        block_size=pool.block_size,
+        kv_cache_dtype=pool.kv_cache_dtype,
+        kv_bytes_per_token=sum((g.codes or g).block_bytes for g in wide) / pool.block_size,
+        wide_kv_bytes_per_token=sum(g.block_bytes for g in wide) / pool.block_size,
+        protected_layers={i: name for i, name in pool.formats.items() if name != pool.kv_cache_dtype},
         blocks_total=sum(g.manager.num_blocks for g in groups),
         blocks_in_use=sum(g.manager.num_used for g in groups),
         blocks_shared=sum(g.manager.num_shared for g in groups),
@@ -110,9 +138,9 @@ def report(model: nn.Module) -> Report:
         kv_bytes=sum(g.manager.num_used * g.block_bytes for g in groups),
         peak_kv_bytes=sum(g.peak_blocks * g.block_bytes for g in groups),
         pool_bytes=sum(g.manager.num_blocks * g.block_bytes for g in groups),
-        copied_blocks=sum(g.copied_blocks for g in groups),
-        tokens_stored=max((g.stored_tokens for g in groups), default=0),
-        tokens_shared=max((g.shared_tokens for g in groups), default=0),
+        copied_blocks=sum(g.copied_blocks for g in wide),
+        tokens_stored=max((g.stored_tokens for g in wide), default=0),
+        tokens_shared=max((g.shared_tokens for g in wide), default=0),
         caches=handle.num_caches,
         graphs=handle.steps.num_graphs,
         graph_bytes=handle.steps.num_bytes,

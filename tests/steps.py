@@ -13,14 +13,15 @@ from hf_turbo.patching import handle_of
 class Step(StepGraph):
     """The reference ops read a step's geometry on the host."""
 
-    def load(self, cache, inputs, tables=None):
-        super().load(cache, inputs, tables)
+    def load(self, cache, inputs, tables=None, code_tables=None):
+        super().load(cache, inputs, tables, code_tables)
         for window, group in self.groups.items():
             table, metadata = cache.groups[window].table, group.plan.metadata
             metadata.seq_lens_cpu = self.seq_lens.tolist()
             metadata.q_lens_cpu = [1] * self.num_rows
             metadata.block_ids_cpu = [list(row) for row in table.rows]
             metadata.first_blocks_cpu = list(table.first)
+            metadata.coded_rows = table.coded_rows()
 
 
 def step(model, cache, **kwargs):

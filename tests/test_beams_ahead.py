@@ -8,6 +8,7 @@ from helpers import generate, ragged, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_step_graph import Step
+from tiny_models import build
 
 import hf_turbo
 from hf_turbo.cache.ahead_rows import AheadRows
@@ -18,6 +19,7 @@ from hf_turbo.generation.step import DecodeSteps
 from hf_turbo.modeling.fusion import STEP_RULES
 from hf_turbo.modeling.step_graph import StepInputs
 from hf_turbo.ops import dispatch
+from hf_turbo.ops.metadata import CodedRows
 from hf_turbo.patching import handle_of
 
 CPU = torch.device("cpu")
@@ -26,13 +28,20 @@ CPU = torch.device("cpu")
 class TablesStep(Step):
     """Reads the blocks of the tables it is given, not those that the host knows of."""
 
-    def load(self, cache, inputs, tables):
-        super().load(cache, inputs, tables)
+    def load(self, cache, inputs, tables, code_tables):
+        super().load(cache, inputs, tables, code_tables)
         for window, group in self.groups.items():
             metadata, size = group.plan.metadata, group.blocks.block_size
             ends = [-(-length // size) for length in metadata.seq_lens_cpu]
             geometry = zip(tables[window].tolist(), metadata.first_blocks_cpu, ends)
             metadata.block_ids_cpu = [row[first:end] for row, first, end in geometry]
+            if window in code_tables:
+                rows, codes = tables[window].tolist(), code_tables[window].tolist()
+                coded = metadata.coded_rows
+                anchors = [anchor and row[0] for row, anchor in zip(rows, coded.anchors, strict=True)]
+                places = zip(codes, coded.first_codes, map(len, coded.code_ids), strict=True)
+                code_ids = [row[first : first + count] for row, first, count in places]
+                metadata.coded_rows = CodedRows(anchors, code_ids, coded.first_codes)
 
 
 @pytest.fixture
@@ -48,9 +57,11 @@ def ahead(monkeypatch):
 
         def run_ahead(cache, kwargs, rows, origins):
             inputs = StepInputs.of(kwargs)
+            if not rows.can_advance:
+                return None
             tables = rows.advance(origins)
             graph = TablesStep(handle.pool, handle.sliding_windows, STEP_RULES, inputs, dict.fromkeys(cache.groups, 64))
-            graph.load(cache, inputs, tables)
+            graph.load(cache, inputs, tables, rows.code_tables)
             launched.append(len(origins))
             with torch.no_grad():
                 return graph.result(graph.compute(lambda **k: forward(model, **k)), cache, inputs.num_rows)
@@ -78,6 +89,26 @@ def test_same_text(ahead, name, block_size):
         assert cache.get_seq_length() == theirs[hf_turbo.compat.CACHE_NAME].get_seq_length()
         del ours, cache
     assert len(launched) > 20
+    assert hf_turbo.report(model).blocks_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_same_text_over_codes(ahead, name):
+    """The same as where every step waits for the host; a block that is full becomes codes in such a step."""
+    outputs = []
+    for goes_ahead in (False, True):
+        window = {"sliding_window": 70} if name == "gemma3_text" else {}
+        model = build(name, max_position_embeddings=512, **window)
+        hf_turbo.patch(model, block_size=32, kv_cache_dtype="int4")
+        launched = ahead(model) if goes_ahead else []
+        options = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True}
+        outputs.append(generate(model, ragged(121, 153), 13, **options))
+        for group in outputs[-1][hf_turbo.compat.CACHE_NAME].groups.values():
+            assert all(map(len, group.table.codes.rows))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    torch.testing.assert_close(outputs[0].sequences_scores, outputs[1].sequences_scores, rtol=1e-4, atol=1e-4)
+    assert 6 < len(launched) < 12
+    outputs.clear()
     assert hf_turbo.report(model).blocks_in_use == 0
 
 

@@ -44,8 +44,19 @@ class AheadRows:
                     return False
         return True
 
+    @property
+    def can_advance(self) -> bool:
+        """Whether the next step needs nothing of the host: no block becomes codes then."""
+        lengths = self._cache.layout.lengths(self._cache.get_seq_length())
+        return not any(group.codes_blocks_at(lengths) for group in self._groups.values())
+
+    @property
+    def code_tables(self) -> dict[int | None, torch.Tensor]:
+        """Those of the last `advance`, of the groups that have any."""
+        return {window: group.codes for window, group in self._groups.items() if group.codes is not None}
+
     def advance(self, origins: torch.Tensor) -> dict[int | None, torch.Tensor]:
-        """Makes row `i` go on from row `origins[i]`, and room for its next token.
+        """Makes row `i` go on from row `origins[i]`, and room for its next token. Where that `can_advance`.
 
         Args:
             origins: int64 `[rows]`, on the device.
@@ -90,12 +101,21 @@ class _AheadGroup:
         self._spares = group.table.group.allocate(len(group.table.rows))
         self._spares_there = to_device(self._spares, device, torch.int32)
         self._tables = group.table.tensor(device).clone()
+        codes = group.table.codes
+        self.codes = None if codes is None else codes.tensor(device).clone()
         self._rows = torch.arange(len(self._spares), device=device)
         self._columns: list[int] = []
         self._columns_there = torch.empty(0)
         self._is_new: list[bool] = []
 
+    def codes_blocks_at(self, lengths: Sequence[int]) -> bool:
+        """Whether blocks may become codes before a step after so many tokens."""
+        size = self.group.table.group.block_size
+        return self.codes is not None and any(length % size == 0 for length in lengths)
+
     def advance(self, origins: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        if self.codes is not None:
+            self.codes = self.codes.index_select(0, origins)
         size = self.group.table.group.block_size
         self._set_columns([length // size for length in lengths])
         self._is_new = [length % size == 0 for length in lengths]

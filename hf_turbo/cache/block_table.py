@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ..ops.metadata import CodedRows
 from ..ops.transfer import to_device
-from .block_pool import BlockGroup
+from .block_group import BlockGroup
+
+Pairs = list[tuple[int, int]]
 
 _numbers = itertools.count()
 
@@ -27,10 +30,15 @@ class BlockTable:
         expected_length: tokens a row may grow to, if known: room that is looked for, not taken.
     """
 
+    #: Of a quantized cache: the blocks that are codes.
+    codes: BlockTable | None = None
+
     def __init__(self, group: BlockGroup, expected_length: int = 0) -> None:
         self.group = group
         self.rows: list[list[int]] = []
         self.first: list[int] = []
+        #: Tokens are to be taken back at the next `crop`: until then nothing is given up that they may need.
+        self.keeps_past = False
         #: Blocks that a row gets room for in a row.
         self.reserve = self.num_blocks(expected_length)
         self._mirror: torch.Tensor | None = None  # int32 [rows, columns]: the same on a device
@@ -53,27 +61,39 @@ class BlockTable:
         return max((first + len(row) for first, row in zip(self.first, self.rows, strict=True)), default=0)
 
     @property
-    def state(self) -> tuple[int, int]:
+    def state(self) -> tuple[int, ...]:
         """Differs between tables, and from what it was where a column holds another block since."""
         return self._number, self._version
 
+    def can_crop(self, row: int, length: int, oldest: int) -> bool:
+        """Whether a row of so many tokens, of which the next one sees those from `oldest` on, has them still."""
+        return self.first[row] <= oldest // self.group.block_size
+
+    def coded_rows(self, step: int = 1) -> CodedRows | None:
+        """Of a quantized cache: what `rows` and `first` do not say of every `step`-th row."""
+        return None
+
     def grow(
-        self, old_lens: Sequence[int], new_lens: Sequence[int], keep_from: Sequence[int], copies_per_row: int = 1
-    ) -> list[tuple[int, int]]:
+        self,
+        old_lens: Sequence[int],
+        new_lens: Sequence[int],
+        keep_from: Sequence[int],
+        copies_per_row: int = 1,
+        holds_new: bool = True,
+    ) -> Pairs:
         """Gives every row the blocks for its new tokens, and blocks of its own where it will write.
 
         Args:
             old_lens, new_lens: tokens of each row before and after.
             keep_from: the first token of each row that must stay; blocks before it are given up or not taken.
             copies_per_row: so many neighbouring rows, all empty so far, are the same prompt and share its blocks.
+            holds_new: of a quantized cache, as in `AttentionMetadata`.
 
         Returns:
             Blocks whose content must be copied before anything is written, as `(from, to)`. The caller releases
             the sources, once they are copied.
         """
-        while len(self.rows) < len(new_lens):
-            self.rows.append([])
-            self.first.append(0)
+        self._add_rows(len(new_lens))
         size = self.group.block_size
         leaders = range(0, len(self.rows), copies_per_row)
         wanted = [0] * len(self.rows)
@@ -99,6 +119,16 @@ class BlockTable:
             self._share_leaders(copies_per_row)
         self._version += bool(copies or any(wanted))
         return copies
+
+    def crop(self, new_lens: Sequence[int], keep_from: Sequence[int], restore: Callable[[Pairs], None]) -> None:
+        """Frees the blocks past the new lengths and, where the past was kept for this crop, those before `keep_from`.
+
+        Args:
+            restore: of a quantized cache: makes wide blocks of codes, `(code id, wide id)`.
+        """
+        self.truncate(new_lens)
+        if self.keeps_past:
+            self.give_up_before(keep_from)
 
     def truncate(self, new_lens: Sequence[int]) -> None:
         """Frees the blocks past the new lengths."""
@@ -141,6 +171,18 @@ class BlockTable:
             length -= 1
         return length if self.rows[a][:length] == self.rows[b][:length] else 0
 
+    def append(self, row: int, column: int, block: int) -> None:
+        """Gives a row one more block, which follows those that it has, if any."""
+        if not self.rows[row]:
+            self.first[row] = column
+        self.rows[row].append(block)
+        self._changes[row, column] = block
+        self._version += 1
+
+    def take_no_room(self) -> None:
+        """New rows do not look for room to grow."""
+        self.reserve = 0
+
     def forget_mirror(self) -> None:
         """The next `tensor` is made anew: somebody else keeps the device's table meanwhile."""
         self._mirror = None
@@ -149,8 +191,9 @@ class BlockTable:
 
     def copy(self) -> BlockTable:
         """Another owner of the same blocks."""
-        other = BlockTable(self.group)
+        other = type(self)(self.group)
         other.rows, other.first, other.reserve = [list(row) for row in self.rows], list(self.first), self.reserve
+        other.keeps_past = self.keeps_past
         for row in other.rows:
             self.group.retain(row)
         return other
@@ -164,17 +207,22 @@ class BlockTable:
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         """The table as int32 `[rows, columns]`; entries past a row's blocks and before its window are anything."""
-        width = self.width
         mirror = self._mirror
-        if mirror is None or mirror.device != device or mirror.shape[1] < width or len(mirror) != len(self.rows):
+        if mirror is not None and (mirror.device != device or len(mirror) != len(self.rows)):
+            self._mirror = None
+        self._flush()
+        width = self.width
+        if self._mirror is None or self._mirror.shape[1] < width:
             columns = width + max(width // 4, 16)
-            filled = [[0] * f + row for f, row in zip(self.first, self.rows, strict=True)]
+            filled = [self._columns_of(row) for row in range(len(self.rows))]
             padded = [row + [0] * (columns - len(row)) for row in filled]
             with torch.inference_mode(False):  # a later step, outside of that mode, may write to it
                 self._mirror = to_device(padded, device, torch.int32).reshape(len(padded), columns)
-            self._changes.clear()
-        self._flush()
-        return self._mirror  # type: ignore[return-value]
+        return self._mirror
+
+    def _columns_of(self, row: int) -> list[int]:
+        """A row's blocks from the first on; anything for those that it does not hold."""
+        return [0] * self.first[row] + self.rows[row]
 
     def _flush(self) -> None:
         """Brings the mirror up to date, or gives it up where it has become too narrow."""
@@ -187,21 +235,28 @@ class BlockTable:
                 self._mirror = None
         self._changes.clear()
 
+    def _add_rows(self, num_rows: int) -> None:
+        while len(self.rows) < num_rows:
+            self.rows.append([])
+            self.first.append(0)
+
     def _give_up_before(self, row: int, block: int) -> None:
         count = min(block - self.first[row], len(self.rows[row]))
         if count > 0:
             self.group.release(self.rows[row][:count])
             del self.rows[row][:count]
             self.first[row] += count
+        if not self.rows[row]:
+            self.first[row] = max(self.first[row], block)
 
     def _writes_to_shared(self, row: int, old_len: int, new_len: int) -> bool:
         if new_len == old_len or old_len % self.group.block_size == 0 or not self.rows[row]:
             return False
         return self.group.manager.owners(self.rows[row][-1]) > 1
 
-    def _replace_shared(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+    def _replace_shared(self, rows: Sequence[int]) -> Pairs:
         """Gives rows that will write to a shared last block one of their own; the last owner keeps the block."""
-        copies: list[tuple[int, int]] = []
+        copies: Pairs = []
         for row in rows:
             shared = self.rows[row][-1]
             leaving = sum(source == shared for source, _ in copies)

@@ -132,7 +132,7 @@ def make_plan(
 ) -> tuple[ForwardPlan, list[tuple[int, int]]]:
     """Takes the blocks that a forward needs and works out its geometry.
 
-    Also returns blocks whose content every layer must copy before it writes, as `(from, to)`.
+    Also returns the blocks whose content every layer must copy before it writes, as `(from, to)`.
 
     Args:
         keep_window: give up blocks that are out of this window; None keeps all.
@@ -142,10 +142,13 @@ def make_plan(
     is_fresh = not any(old_lens)
     copies_per_row = layout.copies_per_row if is_fresh else 1
     window = keep_window or 0
-    store_tail = window > 1 and start == 0 and not dense and table.group.prompts_read_blocks is False
+    codes, reads_blocks = table.codes, table.group.prompts_read_blocks
+    # A prompt of a quantized cache is attended to wide: it takes to be told that this isn't possible.
+    holds_new = codes is None or start > 0 or reads_blocks is True
+    store_tail = window > 1 and start == 0 and (not holds_new or (not dense and reads_blocks is False))
     ends = new_lens if store_tail else old_lens
     keep_from = [max(end - window + 1, 0) if window else 0 for end in ends]
-    copies = table.grow(old_lens, new_lens, keep_from, copies_per_row)
+    copies = table.grow(old_lens, new_lens, keep_from, copies_per_row, holds_new)
 
     def metadata(step: int) -> AttentionMetadata:
         q_lens = [new - old for old, new in zip(old_lens[::step], new_lens[::step], strict=True)]
@@ -165,6 +168,9 @@ def make_plan(
             q_lens_cpu=q_lens,
             block_ids_cpu=table.rows[::step],
             first_blocks_cpu=table.first[::step],
+            code_tables=None if codes is None else codes.tensor(device)[::step],
+            coded_rows=table.coded_rows(step),
+            holds_new=holds_new,
         )
 
     full = metadata(1)

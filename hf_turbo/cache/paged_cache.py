@@ -12,10 +12,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..compat import crop_argument
 from ..ops import dispatch
 from ..ops.deferred import DeferredMode
-from ..ops.metadata import LayerKV
-from .block_pool import BlockPool, LayerStore
+from ..ops.metadata import LayerKV, QuantizedKV
+from .block_group import LayerStore
+from .block_pool import BlockPool
 from .block_table import BlockTable
-from .forward_plan import ForwardPlan, RowLayout, make_plan
+from .coded_group import CodedGroup
+from .coded_table import CodedTable
+from .forward_plan import ForwardPlan, RowLayout
+from .layer_group import LayerGroup
 
 #: Keys and values that have been stored carry their layer under this name to the attention function.
 LAYER_ATTRIBUTE = "_hf_turbo_layer"
@@ -25,93 +29,6 @@ class MaskLength(int):
     """The key length that Transformers hands to the mask function, with the layer it was asked of."""
 
     layer: Any  # a PagedLayer, or a StepLayer in a step that is being captured
-
-
-class LayerGroup:
-    """What the layers of one sliding window share within one cache: block tables, and the forward under way."""
-
-    def __init__(self, table: BlockTable, layout: RowLayout) -> None:
-        self.table = table
-        self.layout = layout
-        self.sliding_window = table.group.sliding_window
-        self.num_columns = 0
-        self.record_past = False
-        self.layers: list[PagedLayer] = []
-        self.plan: ForwardPlan | None = None
-
-    def begin(self, start: int, num_rows: int, q_len: int, device: torch.device, dense: bool) -> ForwardPlan:
-        """Takes blocks for `q_len` more columns of `num_rows` rows after `start`, and makes them the current plan.
-
-        Args:
-            dense: the caller wants plain keys and values back, as from a stock cache.
-        """
-        if not self.layout.padding:
-            self.layout.padding = [0] * num_rows
-        if len(self.layout.padding) != num_rows:
-            raise ValueError(f"the cache holds {len(self.layout.padding)} rows, this forward brings {num_rows}")
-        self._forget_failed(start)
-        if device.type != "cpu":
-            # Room to grow in a row is for reading in place. On a CPU memory that nobody has written to costs nothing.
-            self.table.reserve = 0
-        window = None if self.record_past else self.sliding_window
-        self.plan, copies = make_plan(self.table, self.layout, start, q_len, window, dense, device)
-        self._copy_blocks(copies)
-        self.num_columns = start + q_len
-        return self.plan
-
-    def advance(self, start: int) -> None:
-        """Takes blocks for one more column of every row after `start`; a captured step fills them."""
-        self.plan = None
-        self._forget_failed(start)
-        old_lens, new_lens = self.layout.lengths(start), self.layout.lengths(start + 1)
-        window = None if self.record_past else self.sliding_window
-        keep_from = [max(length - window + 1, 0) if window else 0 for length in old_lens]
-        self._copy_blocks(self.table.grow(old_lens, new_lens, keep_from))
-        self.table.group.stored_tokens += len(new_lens)
-        self.num_columns = start + 1
-
-    def _forget_failed(self, start: int) -> None:
-        if self.num_columns != start:  # a forward that took blocks, then failed
-            self.table.truncate(self.layout.lengths(start))
-
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if copies:
-            stores = [layer.store for layer in self.layers if layer.store is not None]
-            self.table.group.copy_blocks(stores, copies)
-            self.table.group.release([source for source, _ in copies])
-
-    def crop(self, num_columns: int) -> None:
-        """Forgets the columns from `num_columns` on."""
-        self.plan = None
-        lengths = self.layout.lengths(num_columns)
-        self.table.truncate(lengths)
-        self.num_columns = num_columns
-        if self.record_past and self.sliding_window is not None:  # what was kept for this crop may go now
-            self.table.give_up_before([max(n - self.sliding_window + 1, 0) for n in lengths])
-
-    def check_crop(self, num_columns: int) -> None:
-        """Raises where the window before `num_columns` is gone already."""
-        for row, length in enumerate(self.layout.lengths(num_columns)):
-            oldest = max(length - (self.sliding_window or length) + 1, 0)
-            if self.table.first[row] * self.table.group.block_size > oldest:
-                raise RuntimeError(
-                    f"can't crop to {num_columns} tokens: a layer with a sliding window of {self.sliding_window} has "
-                    "given back what came before. Call activate_past_recording() on the cache before the tokens that "
-                    "may be cropped"
-                )
-
-    def release(self) -> None:
-        """Gives up all blocks, and the layers' hold on the pool's tensors."""
-        self.plan = None
-        self.table.release()
-        for layer in self.layers:
-            layer.store = None
-        self.layers.clear()  # a layer refers to its group: without the circle both go now, not at the next gc
-
-    def select(self, indices: Sequence[int]) -> None:
-        """Makes row `i` what row `indices[i]` is."""
-        self.plan = None
-        self.table.select(indices)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -199,34 +116,48 @@ class PagedLayer(CacheLayerMixin):
             plan = self.group.begin(start, num_rows, q_len, key_states.device, dense=True)
         if self.store is None or not self.store.matches(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
-        kv = self.kv()
-        dispatch.store_kv(
-            plan.pack_stored(key_states),
-            plan.pack_stored(value_states),
-            kv,
-            plan.store_metadata.on(key_states.device),
-            plan.keep_last,
-        )
+        self._store(plan, key_states, value_states)
         self.length = start + q_len
         if plan.dense:
-            return self.dense(self._first_column(start))
+            # A prompt of a quantized cache is attended to as it is.
+            sees_itself = plan.metadata.coded_rows is not None and start == 0
+            return (key_states, value_states) if sees_itself else self.dense(self._first_column(start))
         setattr(key_states, LAYER_ATTRIBUTE, self)
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
 
-    def kv(self) -> LayerKV:
+    def store_whole_prompt(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Stores what `update` was given anew, so that it can be attended to through its blocks.
+
+        False: other layers have stored theirs already, by the present plan.
+        """
+        plan = self.group.plan
+        if plan is None or plan.start > 0 or any(layer.length for layer in self.group.layers if layer is not self):
+            return False
+        self.group.begin_whole_prompt(key.device)
+        self._store(plan, key, value)
+        return True
+
+    def _store(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        metadata = plan.store_metadata.on(key.device)
+        dispatch.store_kv(plan.pack_stored(key), plan.pack_stored(value), self.kv(), metadata, plan.keep_last)
+
+    def kv(self) -> LayerKV | QuantizedKV:
         """The layer's blocks."""
         if self.store is None:
             raise RuntimeError(f"layer {self.layer_idx} has stored nothing yet")
-        return self.group.table.group.cover(self.store)
+        return self.group.table.group.kv(self.store)
 
     def dense(self, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first_column` on, `[batch, num_kv_heads, columns, head_dim]`.
 
-        Zeros at padding.
+        Zeros at padding; what is in codes comes as numbers of the model's dtype.
         """
-        table, padding = self.group.table, self.group.layout.padding
-        return dispatch.gather_kv(self.kv(), table.rows, table.first, padding, first_column, self.length)
+        table, padding, kv = self.group.table, self.group.layout.padding, self.kv()
+        if isinstance(kv, LayerKV):
+            return dispatch.gather_kv(kv, table.rows, table.first, padding, first_column, self.length)
+        rows, first, coded = table.each_once()  # type: ignore[attr-defined]  # a `CodedTable`
+        return dispatch.gather_kv(kv, rows, first, coded, padding, first_column, self.length)
 
     def dense_of_plan(
         self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor
@@ -286,7 +217,7 @@ class PagedCache(Cache):
         #: A loop's promise: no code but its own has run since the model's last step, so the model has not changed.
         self.model_is_as_it_was = False
         self.layout = RowLayout(copies_per_row=copies_per_row)
-        tables = {window: BlockTable(pool.group(window), expected_length) for window in set(sliding_windows)}
+        tables = {window: _table(pool, window, expected_length) for window in set(sliding_windows)}
         self._adopt(tables, sliding_windows)
 
     def _adopt(self, tables: dict[int | None, BlockTable], sliding_windows: Sequence[int | None]) -> None:
@@ -318,8 +249,7 @@ class PagedCache(Cache):
     def reset(self) -> None:
         """Forgets all tokens."""
         for group in self.groups.values():
-            group.table.release()
-            group.num_columns, group.plan = 0, None
+            group.reset()
         self.layout.padding, self.layout.copies_per_row = [], 1
         self._set_length(0)
 
@@ -380,7 +310,7 @@ class PagedCache(Cache):
         other._adopt({window: group.table.copy() for window, group in self.groups.items()}, windows)
         for window, group in self.groups.items():
             other.groups[window].num_columns = group.num_columns
-            other.groups[window].record_past = group.record_past
+            other.groups[window].first_column = group.first_column
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.length, theirs.store = mine.length, mine.store
         return other
@@ -390,3 +320,9 @@ class PagedCache(Cache):
             "a PagedCache can't be pickled: its blocks belong to the model's pool. Its tokens can be had as tensors "
             "from cache.layers[i].keys and .values"
         )
+
+
+def _table(pool: BlockPool, sliding_window: int | None, expected_length: int) -> BlockTable:
+    group = pool.group(sliding_window)
+    kind = CodedTable if isinstance(group, CodedGroup) else BlockTable
+    return kind(group, expected_length)  # type: ignore[arg-type]

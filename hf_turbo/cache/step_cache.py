@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..ops.metadata import AttentionMetadata, LayerKV
-from .block_pool import BlockGroup, LayerStore
+from ..ops.metadata import AttentionMetadata, LayerKV, QuantizedKV
+from .block_group import BlockGroup, LayerStore
 from .forward_plan import ForwardPlan
 from .paged_cache import LAYER_ATTRIBUTE, MaskLength
 
@@ -39,6 +39,8 @@ class StepGroup:
         self.blocks = blocks
         self.sliding_window = blocks.sliding_window
         self.block_tables = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=seq_lens.device)
+        #: Of a quantized cache.
+        self.code_tables = None if blocks.codes is None else torch.zeros_like(self.block_tables)
         metadata = AttentionMetadata(
             self.block_tables,
             seq_lens,
@@ -46,8 +48,16 @@ class StepGroup:
             max_seqlen_q=1,
             max_seqlen_k=num_columns * blocks.block_size,
             sliding_window=blocks.sliding_window,
+            code_tables=self.code_tables,
         )
         self.plan = ForwardPlan(0, 1, metadata, metadata, keep_last=None, dense=False)
+
+    def load(self, block_tables: torch.Tensor, code_tables: torch.Tensor | None) -> None:
+        """Copies a cache's tables, int32 `[rows, columns]`, to where the step reads them."""
+        for target, newest in ((self.block_tables, block_tables), (self.code_tables, code_tables)):
+            if target is not None and newest is not None:
+                columns = min(newest.shape[1], target.shape[1])
+                target[: len(newest), :columns].copy_(newest[:, :columns])
 
 
 class StepLayer(CacheLayerMixin):
@@ -79,10 +89,10 @@ class StepLayer(CacheLayerMixin):
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
 
-    def kv(self, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
+    def kv(self, key: torch.Tensor, value: torch.Tensor) -> LayerKV | QuantizedKV:
         """The layer's blocks, for keys and values like these; more may come, at other addresses."""
         self.store = self.group.blocks.store_for(self.layer_idx, key, value)
-        return self.group.blocks.cover(self.store).that_grows()
+        return self.group.blocks.kv(self.store).that_grows()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length = MaskLength(query_length)

@@ -138,10 +138,12 @@ def attention(
     unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
     if plan is not None and not unchanged:
         # What is in the cache is not what this layer attends to. In a first prompt it still has all it needs.
-        name = _name(module)
-        name.unsuited = f"{type(module).__name__} changes keys or values after it has cached them, or reads another's"
+        reason = f"{type(module).__name__} changes keys or values after it has cached them, or reads another's"
+        if plan.metadata.code_tables is not None:
+            raise NotImplementedError(f"kv_cache_dtype can't be had for this model: {reason}")
+        _name(module).unsuited = reason
         if plan.start > 0:
-            raise NotImplementedError(f"{name.unsuited}; start from an empty cache")
+            raise NotImplementedError(f"{reason}; start from an empty cache")
 
     def stock() -> tuple[torch.Tensor, torch.Tensor | None]:
         k, v, mask = key, value, attention_mask
@@ -168,7 +170,9 @@ def attention(
             blocks.prompts_read_blocks = bool(blocks.prompts_read_blocks)
             return (out if out.dim() == 4 else plan.unpack(out)).contiguous(), None
         blocks.prompts_read_blocks = True
-        if plan.keep_last is not None:  # the prompt was not stored whole, as no layer had needed it so far
+        if not metadata.holds_new and layer.store_whole_prompt(key, value):
+            metadata = plan.metadata.on(query.device)
+        elif plan.keep_last is not None or not metadata.holds_new:  # not stored whole: no layer had needed it so far
             return stock()
     out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
     return plan.unpack(out).contiguous(), None

@@ -122,6 +122,8 @@ class StepGraphs:
         inputs = StepInputs.of(kwargs)
         if inputs is None or not cache.model_is_as_it_was or "position_ids" not in inputs.tensors:
             return None
+        if not rows.can_advance:
+            return None
         device = inputs.tensors["input_ids"].device
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             graph = self._graphs.get(inputs.key)
@@ -130,7 +132,7 @@ class StepGraphs:
             tables = rows.advance(origins)
             self._graphs.move_to_end(inputs.key)
             self._order_streams()
-            graph.load(cache, inputs, tables)
+            graph.load(cache, inputs, tables, rows.code_tables)
             self.num_replayed += 1
             return graph.replay(cache, inputs.num_rows)
 

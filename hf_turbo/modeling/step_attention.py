@@ -9,6 +9,7 @@ import torch
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch
 from ..ops.deferred import DeferredMode, identity
+from ..ops.metadata import QuantizedKV
 from .patterns import Rotary, match_rms_norm, match_rotary
 
 _NOTHING_FUSED: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "rotary_dim": 0}
@@ -37,7 +38,8 @@ def attend_step(
         in_float32 = options.pop("in_float32", False)
         cos, sin = (_angles(mode, options.pop(name), in_float32) for name in ("cos", "sin"))
         kv = layer.kv(key, value)
-        q = dispatch.rotary_store_kv(q, k, v, cos, sin, kv, metadata, **options)
+        wide = kv.wide if isinstance(kv, QuantizedKV) else kv  # a new token's block is never in codes
+        q = dispatch.rotary_store_kv(q, k, v, cos, sin, wide, metadata, **options)
         out = dispatch.paged_attention(q, kv, metadata, scale, softcap, sinks)
         layer.num_attended += 1
         return out[:, None]

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
+from ..cache.block_group import LayerStore
 from ..cache.block_pool import BlockPool
+from ..cache.coded_group import CodedStore
 from ..cache.paged_cache import PagedCache
 from ..cache.step_cache import StepCache, StepGroup, StepUnsuited
 from ..compat import CACHE_NAME
@@ -23,6 +25,8 @@ from ..ops.deferred import DeferredMode, Rule
 from .model_state import settings
 
 Forward = Callable[..., Any]
+#: Block tables, int32 `[rows, columns]`, by sliding window.
+Tables = dict[int | None, torch.Tensor]
 
 #: Options that ask for what a graph's output does not hold.
 _SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_router_logits"})
@@ -127,17 +131,22 @@ class StepGraph:
         self.output: ModelOutput | None = None
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tables_of: dict[int | None, tuple[int, int] | None] = {}
-        self._bases: list[tuple[int, Any, int, int]] = []
+        self._tables_of: dict[int | None, tuple[int, ...] | None] = {}
+        self._bases: list[tuple[Any, ...]] = []  # (layer, its store, where the blocks of that lie)
         self._versions: dict[int | None, int] = {}
 
     def load(
-        self, cache: PagedCache, inputs: StepInputs, tables: dict[int | None, torch.Tensor] | None = None
+        self,
+        cache: PagedCache,
+        inputs: StepInputs,
+        tables: Tables | None = None,
+        code_tables: Tables | None = None,
     ) -> None:
         """Copies a step's inputs to where the graph reads them.
 
         Args:
             tables: block tables that are newer than the cache's own, by sliding window.
+            code_tables: the same of codes, where the cache has them.
         """
         for name, x in inputs.tensors.items():
             dim = inputs.batch_dim(name)
@@ -150,9 +159,10 @@ class StepGraph:
             table = cache.groups[window].table
             state = table.state if tables is None else None
             if state is None or self._tables_of.get(window) != state:
-                newest = table.tensor(self.device) if tables is None else tables[window]
-                columns = min(newest.shape[1], group.block_tables.shape[1])
-                group.block_tables[: len(newest), :columns].copy_(newest[:, :columns])
+                if tables is None:
+                    group.load(table.tensor(self.device), table.codes.tensor(self.device) if table.codes else None)
+                else:
+                    group.load(tables[window], (code_tables or {}).get(window))
                 self._tables_of[window] = state
 
     def compute(self, forward: Forward) -> ModelOutput:
@@ -190,23 +200,23 @@ class StepGraph:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers) if x.store is not None]
-        self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
+        self._versions = {window: group.blocks.version for window, group in self.groups.items()}
 
     def serves(self, cache: PagedCache) -> bool:
         """Whether the graph reads this cache's blocks, and its rows fit."""
-        if any(cache.layers[i].store is not store for i, store, _, _ in self._bases):
+        if any(cache.layers[i].store is not store for i, store, *_ in self._bases):
             return False
         longest = max(cache.layout.lengths(cache.get_seq_length() + 1), default=0)
         for window, group in self.groups.items():
             if longest > group.block_tables.shape[1] * group.blocks.block_size:
                 return False
-            if self._versions[window] != group.blocks.manager.version:
+            if self._versions[window] != group.blocks.version:
                 for layer in self.cache.layers:
                     if layer.group is group and layer.store is not None:
-                        group.blocks.cover(layer.store)
-                if any(_base(store) != (k, v) for _, store, k, v in self._bases):
+                        group.blocks.kv(layer.store)
+                if any(_base(store) != tuple(base) for _, store, *base in self._bases):
                     return False
-                self._versions[window] = group.blocks.manager.version
+                self._versions[window] = group.blocks.version
         return True
 
     def replay(self, cache: PagedCache, num_rows: int) -> ModelOutput:
@@ -227,9 +237,11 @@ class StepGraph:
         return type(output)(**values)
 
 
-def _base(store: Any) -> tuple[int, int]:
-    """Where a layer's first segment of keys and of values lies."""
-    return store.kv.k_segments[0].data_ptr(), store.kv.v_segments[0].data_ptr()
+def _base(store: LayerStore) -> tuple[int, ...]:
+    """Where the first segments of a layer's keys and values lie, and those of its codes, if it has any."""
+    stores = (store, store.codes) if isinstance(store, CodedStore) else (store,)
+    kvs = [one.kv for one in stores if one.kv is not None]
+    return tuple(segments[0].data_ptr() for kv in kvs for segments in (kv.k_segments, kv.v_segments))
 
 
 @contextmanager

@@ -186,7 +186,10 @@ def paged_attention(
     """
     wide_k, wide_v, codes_k, codes_v = (s[0] for kv_ in (kv.wide, kv.codes) for s in (kv_.k_segments, kv_.v_segments))
     block_size, group, (total_q, num_heads, _) = kv.block_size, q.shape[1] // kv.num_kv_heads, q.shape
-    _check(q, kv, metadata, softmax_scale, sinks)
+    code_tables = metadata.code_tables
+    if code_tables is None:
+        raise ValueError("the metadata of a quantized cache needs code_tables")
+    _check(q, kv, softmax_scale, sinks)
     if out is None:
         out = q.new_empty(total_q, num_heads, kv.v_dim)
     elif out.shape != (total_q, num_heads, kv.v_dim) or out.dtype != q.dtype or out.stride(2) != 1:
@@ -227,9 +230,9 @@ def paged_attention(
             (specialised, constants, config.num_warps, config.num_stages, config.max_registers),
             (row_tiles * num_splits, kv.num_kv_heads, num_seqs),
             q, wide_k, wide_v, codes_k, codes_v, out, partial, lse, q if sinks is None else sinks,
-            kv.wide.segment_offsets, kv.codes.segment_offsets, metadata.block_tables, metadata.code_tables,
+            kv.wide.segment_offsets, kv.codes.segment_offsets, metadata.block_tables, code_tables,
             metadata.seq_lens, metadata.cu_seqlens_q, float(softmax_scale), num_splits, *strides,
-            metadata.block_tables.stride(0), metadata.code_tables.stride(0), *constants,
+            metadata.block_tables.stride(0), code_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
             launch_pdl=config.pdl, enable_fp_fusion=True,
         )
@@ -239,9 +242,7 @@ def paged_attention(
     return out
 
 
-def _check(
-    q: torch.Tensor, kv: QuantizedKV, metadata: AttentionMetadata, softmax_scale: float, sinks: torch.Tensor | None
-) -> None:
+def _check(q: torch.Tensor, kv: QuantizedKV, softmax_scale: float, sinks: torch.Tensor | None) -> None:
     if q.shape[1] % kv.num_kv_heads or q.shape[2] != kv.k_dim:
         raise ValueError(
             f"q must be [total_q, a multiple of {kv.num_kv_heads}, {kv.k_dim}] for this cache, got {list(q.shape)}"
@@ -251,8 +252,6 @@ def _check(
             f"q must have the cache's dtype {kv.wide.k_segments[0].dtype} and a last stride of 1, got {q.dtype} and "
             f"strides {q.stride()}"
         )
-    if metadata.code_tables is None:
-        raise ValueError("the metadata of a quantized cache needs code_tables")
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive, got {softmax_scale}")
     if sinks is not None and sinks.shape != (q.shape[1],):

@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 
-from hf_turbo.cache.block_pool import BlockCopies, BlockPool, LayerStore
+from hf_turbo.cache.block_group import BlockCopies, LayerStore
+from hf_turbo.cache.block_pool import BlockPool
 from hf_turbo.ops.block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 
 HEADS, K_DIM, V_DIM, SIZE = 2, 8, 6, 4

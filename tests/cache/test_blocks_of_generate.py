@@ -80,6 +80,19 @@ def test_next_turn_on_a_cropped_cache(name):
     assert used_blocks(model) == 0
 
 
+def test_prompt_that_left_its_window_is_not_cropped():
+    """What a window of 8 does not see of a prompt was not stored: an error, not a text from what lies in its place."""
+    _, model = twins("gemma3_text")
+    generate(model, prompt(1, 40), 1)  # learns that no prompt is attended to through its blocks
+    cache = hf_turbo.paged_cache(model)
+    forward(model, prompt(1, 40), cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-1)
+    forward(model, prompt(1, 1), cache)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 40
+
+
 def test_beams_share_the_prompt(capsys, monkeypatch):
     """Four beams on 1,000 tokens hold the whole prompt once, and beside it what each beam wrote by itself."""
     stock, model = twins("llama", max_position_embeddings=2048)

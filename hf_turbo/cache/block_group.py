@@ -1,0 +1,247 @@
+"""The device tensors of blocks: they outlive a call, grow without moving, and can be given back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..ops.block_ids import SEGMENT_BITS, SEGMENT_MASK
+from ..ops.dispatch import layer_addresses, uses_triton
+from ..ops.metadata import LayerKV, QuantizedKV
+from ..ops.transfer import to_device
+from .block_manager import BlockManager
+
+#: A pool that must grow takes this share of itself beyond what is needed now: few segments, little slack.
+_GROWTH = 1 / 16
+_MIN_SEGMENT = 8
+#: An idle pool of more segments than this is made anew as one.
+_MANY_SEGMENTS = 32
+
+
+class BlockCopies:
+    """Blocks to copy in every layer, `(from, to)`; none is both. The indices go to a device once, not once a layer."""
+
+    def __init__(self, pairs: list[tuple[int, int]]) -> None:
+        self._by_segment: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for source, target in pairs:
+            segments = source >> SEGMENT_BITS, target >> SEGMENT_BITS
+            self._by_segment[segments].append((source & SEGMENT_MASK, target & SEGMENT_MASK))
+        self._on: dict[torch.device, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def on(self, device: torch.device) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+        """Per pair of segments, the blocks' indices in them, int64."""
+        if device not in self._on:
+            pairs = {segments: to_device(indices, device).T for segments, indices in self._by_segment.items()}
+            self._on[device] = {segments: (both[0], both[1]) for segments, both in pairs.items()}
+        return self._on[device]
+
+
+class LayerStore:
+    """The blocks of one layer: one K and one V tensor a segment, made when the layer first needs them.
+
+    Args:
+        key, value: `[batch, num_kv_heads, tokens, head_dim]`, as the layer computes them: their heads, sizes,
+            dtype and device become the store's.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, block_size: int) -> None:
+        self.device, self.dtype = key.device, key.dtype
+        self.block_size = block_size
+        self.num_kv_heads = key.shape[1]
+        self.head_dims = self.sizes = (key.shape[3], value.shape[3])
+        self.kv: LayerKV | None = None
+        self.version = -1  # of the segments that `kv` covers
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * sum(self.head_dims) * self.dtype.itemsize
+
+    def matches(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether keys and values like these can be stored here."""
+        heads_and_dims = (key.shape[1], (key.shape[3], value.shape[3]))
+        return heads_and_dims == (self.num_kv_heads, self.head_dims) and (
+            (key.dtype, key.device) == (self.dtype, self.device)
+        )
+
+    def cover(self, segment_sizes: list[int]) -> LayerKV:
+        """Makes the tensors that are missing, drops those of dropped segments, and returns the layer's blocks."""
+        old = ([], []) if self.kv is None else (list(self.kv.k_segments), list(self.kv.v_segments))
+        if self.kv is None or [len(t) for t in old[0]] != segment_sizes:
+            offsets = None if self.kv is None else self.kv.segment_offsets
+            self.kv = None  # with it goes what was dropped, before anything new is made
+            with torch.inference_mode(False):  # they outlive the call, and may be written to outside of that mode
+                k, v = (self._segments(ts, segment_sizes, n) for ts, n in zip(old, self.sizes, strict=True))
+                self.kv = LayerKV.of(k, v, offsets)  # the offsets stay where they are: captured kernels read them
+        return self.kv
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies whole blocks."""
+        if self.kv is None:
+            return
+        for (from_segment, to_segment), (sources, targets) in copies.on(self.device).items():
+            for segments in (self.kv.k_segments, self.kv.v_segments):
+                segments[to_segment].index_copy_(0, targets, segments[from_segment].index_select(0, sources))
+
+    def _segments(self, old: list[torch.Tensor], sizes: list[int], size: int) -> tuple[torch.Tensor, ...]:
+        kept = [t if len(t) == n else None for t, n in zip(old, sizes, strict=False)]
+        kept += [None] * (len(sizes) - len(kept))
+        old.clear()
+        return tuple(self._segment(n, size) if t is None else t for t, n in zip(kept, sizes, strict=True))
+
+    def _segment(self, num_blocks: int, size: int) -> torch.Tensor:
+        """The keys, or values, of so many blocks; `size` is one of `sizes`."""
+        if self.device.type == "cpu":
+            # Tokens outermost: blocks that lie in a row are one strided [heads, tokens, dim] view.
+            shape = (num_blocks, self.block_size, self.num_kv_heads, size)
+            return torch.empty(shape, dtype=self.dtype).transpose(1, 2)
+        # Heads outermost within a block: the tile a program reads is one contiguous piece.
+        shape = (num_blocks, self.num_kv_heads, self.block_size, size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class BlockGroup:
+    """The layers that share block tables: those with the same sliding window.
+
+    Args:
+        block_size: tokens a block.
+        sliding_window: how many tokens a query sees, itself included; None for all.
+        lock: the pool's.
+    """
+
+    def __init__(self, block_size: int, sliding_window: int | None, lock: threading.RLock) -> None:
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.manager = BlockManager()
+        #: The newest store of each layer.
+        self.stores: dict[int, LayerStore] = {}
+        #: Whether fresh prompts are attended to through their blocks, which then must hold all of the prompt, also
+        #: what is out of the window already. None: not known yet. Set by the attention function.
+        self.prompts_read_blocks: bool | None = None
+        self.stored_tokens = 0
+        self.shared_tokens = 0  # that were there already: a prompt's copies
+        self.peak_blocks = 0
+        self.copied_blocks = 0
+        self._addresses: tuple[Any, Any] | None = None  # of the layers that blocks were last copied in
+        self._lock = lock
+
+    #: Of the group's blocks that are codes; None where none are.
+    codes: BlockGroup | None = None
+
+    @property
+    def version(self) -> int:
+        """Changes with the segments."""
+        return self.manager.version
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over the group's layers."""
+        return sum(store.block_bytes for store in self.stores.values())
+
+    def allocate(self, count: int, after: int | None = None, reserve: int = 0) -> list[int]:
+        """Takes blocks, growing the group when it has too few. Arguments as in `BlockManager.allocate`."""
+        with self._lock:
+            self.ensure_free(count)
+            ids = self.manager.allocate(count, after, reserve)
+            self.peak_blocks = max(self.peak_blocks, self.manager.num_used)
+            return ids
+
+    def ensure_free(self, count: int) -> None:
+        """Grows until `count` blocks are free, so that several rows' needs become one segment."""
+        with self._lock:
+            missing = count - self.manager.num_free
+            if missing <= 0:
+                return
+            total = self.manager.num_blocks
+            if self.manager.num_used == 0 and len(self.manager.segment_sizes) >= _MANY_SEGMENTS:
+                self.manager.drop_free_segments()
+                self.manager.add_segment(total + missing)
+            else:
+                self.manager.add_segment(max(missing + int(total * _GROWTH), _MIN_SEGMENT))
+
+    def retain(self, ids: list[int]) -> None:
+        with self._lock:
+            self.manager.retain(ids)
+
+    def release(self, ids: list[int]) -> None:
+        with self._lock:
+            self.manager.release(ids)
+
+    def store_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        """The store of a layer that computes such keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
+
+        A layer that changed (`model.to(...)`) gets a new store; caches that hold the old one keep it alive.
+        """
+        with self._lock:
+            store = self.stores.get(layer_idx)
+            if store is None or not store.matches(key, value):
+                store = self.stores[layer_idx] = self._new_store(layer_idx, key, value)
+            return store
+
+    def kv(self, store: LayerStore) -> LayerKV | QuantizedKV:
+        """A store's blocks as the ops take them, with tensors for every segment."""
+        return self.cover(store)
+
+    def cover(self, store: LayerStore) -> LayerKV:
+        """A store's blocks, with tensors for every segment."""
+        if store.kv is None or store.version != self.manager.version:
+            with self._lock:
+                store.cover(self.manager.segment_sizes)
+                store.version = self.manager.version
+        return store.kv  # type: ignore[return-value]
+
+    def copy_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks in these layers, `(from, to)`; none is both."""
+        addresses = self._addresses_of(stores)
+        if addresses is not None:
+            addresses.copy(to_device(pairs, addresses.device, torch.int32))
+            return
+        at_once = BlockCopies(pairs)
+        for store in stores:
+            self.cover(store)  # new segments get their tensors
+            store.copy(at_once)
+
+    def copy_blocks_there(self, stores: Sequence[LayerStore], pairs: torch.Tensor) -> None:
+        """The same for pairs that the host does not know, int32 `[pairs, 2]`; of equal ones nothing is copied."""
+        addresses = self._addresses_of(stores)
+        if addresses is not None:
+            addresses.copy(pairs)
+        else:
+            self.copy_blocks(stores, [(a, b) for a, b in pairs.tolist() if a != b])
+
+    def _new_store(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        return LayerStore(key, value, self.block_size)
+
+    def _addresses_of(self, stores: Sequence[LayerStore]) -> Any:
+        """Where these layers' blocks lie, for one kernel that copies in all of them; None without such a kernel."""
+        if not stores or not uses_triton(stores[0].device):
+            return None
+        key = (tuple(map(weakref.ref, stores)), self.manager.version)
+        if self._addresses is None or self._addresses[0] != key:
+            self._addresses = (key, layer_addresses([self.cover(store) for store in stores]))
+        return self._addresses[1]
+
+    def fill(self, value: float) -> None:
+        """Writes `value` into every block that nobody owns: for tests that look for stale reads."""
+        with self._lock:
+            for store in self.stores.values():
+                kv = store.cover(self.manager.segment_sizes)
+                for segment, flags in enumerate(self.manager.free_flags()):
+                    free = torch.tensor([i for i, is_free in enumerate(flags) if is_free], device=store.device)
+                    if len(free):
+                        kv.k_segments[segment].index_fill_(0, free, value)
+                        kv.v_segments[segment].index_fill_(0, free, value)
+
+    def drop_free_memory(self) -> None:
+        """Gives back the memory of segments nobody uses."""
+        with self._lock:
+            self.manager.drop_free_segments()
+            if not self.manager.segment_sizes:
+                self.stores.clear()
+            for store in self.stores.values():
+                store.cover(self.manager.segment_sizes)

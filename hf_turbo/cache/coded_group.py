@@ -1,0 +1,144 @@
+"""The blocks of a cache whose older blocks are codes: wide ones and codes, each with a manager of their own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ops import dispatch
+from ..ops.kv_format import KV_FORMATS, KVFormat
+from ..ops.metadata import QuantizedKV
+from ..ops.transfer import to_device
+from .block_group import BlockGroup, LayerStore
+
+#: What free code blocks are filled with where others get NaN: their scales are NaN then.
+_POISON = 0xFF
+
+
+class CodeStore(LayerStore):
+    """The codes of one layer: one uint8 tensor for K and one for V a segment, `[blocks, num_kv_heads, bytes]`.
+
+    Args:
+        key, value, block_size: as of `LayerStore`.
+        fmt: of the codes.
+
+    Raises:
+        NotImplementedError: the format does not hold such heads.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, block_size: int, fmt: KVFormat) -> None:
+        super().__init__(key, value, block_size)
+        if any(dim % fmt.parts for dim in self.head_dims):
+            raise NotImplementedError(
+                f"kv_cache_dtype={fmt.name!r} takes head sizes that are multiples of {fmt.parts}; a layer has keys of "
+                f"{self.head_dims[0]} and values of {self.head_dims[1]}: patch the model without it"
+            )
+        self.format = fmt
+        k_dim, v_dim = self.head_dims
+        self.sizes = (fmt.key_bytes(block_size, k_dim), fmt.value_bytes(block_size, v_dim))
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_kv_heads * sum(self.sizes)
+
+    def _segment(self, num_blocks: int, size: int) -> torch.Tensor:
+        return torch.empty(num_blocks, self.num_kv_heads, size, dtype=torch.uint8, device=self.device)
+
+
+class CodedStore(LayerStore):
+    """The wide blocks of one layer, and its codes."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, block_size: int, fmt: KVFormat) -> None:
+        super().__init__(key, value, block_size)
+        self.codes = CodeStore(key, value, block_size, fmt)
+
+
+class CodedGroup(BlockGroup):
+    """The wide blocks of layers with one sliding window; `codes` is the group of their codes.
+
+    Args:
+        block_size, sliding_window, lock: as of `BlockGroup`.
+        formats: layer -> name of its format, where that is not the `default`; may change until a layer has a store.
+        default: name of the other layers' format.
+    """
+
+    codes: BlockGroup
+
+    def __init__(
+        self,
+        block_size: int,
+        sliding_window: int | None,
+        lock: threading.RLock,
+        formats: Mapping[int, str],
+        default: str,
+    ) -> None:
+        super().__init__(block_size, sliding_window, lock)
+        self.codes = BlockGroup(block_size, sliding_window, lock)
+        self._formats, self._default = formats, default
+        self._code_addresses: dict[torch.device, tuple[Any, Any]] = {}  # of the layers that blocks were last coded in
+
+    @property
+    def version(self) -> int:
+        return self.manager.version + self.codes.manager.version
+
+    def kv(self, store: LayerStore) -> QuantizedKV:
+        """A store's blocks of both kinds, with tensors for every segment."""
+        if not self.codes.manager.segment_sizes:  # a kernel takes the address of the first
+            self.codes.ensure_free(1)
+        codes = store.codes  # type: ignore[attr-defined]  # all stores here are `CodedStore`s
+        return QuantizedKV(self.cover(store), self.codes.cover(codes), codes.format)
+
+    def quantize_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
+        """Writes wide blocks as codes in these layers, `(wide id, code id)`."""
+        for device, alike in _by_device(stores).items():
+            if dispatch.uses_triton(device):
+                self._code_addresses_of(device, alike).quantize(to_device(pairs, device, torch.int32))
+            else:
+                dispatch.quantize_blocks([self.kv(store) for store in alike], pairs)
+
+    def dequantize_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
+        """Writes codes as wide blocks in these layers, `(code id, wide id)`."""
+        for device, alike in _by_device(stores).items():
+            if dispatch.uses_triton(device):
+                self._code_addresses_of(device, alike).dequantize(to_device(pairs, device, torch.int32))
+            else:
+                dispatch.dequantize_blocks([self.kv(store) for store in alike], pairs)
+
+    def fill(self, value: float) -> None:
+        super().fill(value)
+        self.codes.fill(_POISON)
+
+    def drop_free_memory(self) -> None:
+        with self._lock:
+            super().drop_free_memory()
+            self.codes.manager.drop_free_segments()
+            if not self.stores:  # while a wide store is there, its codes are to be found
+                self.codes.stores.clear()
+            for store in self.codes.stores.values():
+                if store.kv is not None:
+                    store.cover(self.codes.manager.segment_sizes)
+
+    def _new_store(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        fmt = KV_FORMATS[self._formats.get(layer_idx, self._default)]
+        store = CodedStore(key, value, self.block_size, fmt)
+        self.codes.stores[layer_idx] = store.codes
+        return store
+
+    def _code_addresses_of(self, device: torch.device, stores: Sequence[LayerStore]) -> Any:
+        """Where these layers' blocks of both kinds lie, for one kernel that goes through all of them."""
+        key = (tuple(map(weakref.ref, stores)), self.version)
+        known = self._code_addresses.get(device)
+        if known is None or known[0] != key:
+            known = self._code_addresses[device] = (key, dispatch.code_addresses([self.kv(store) for store in stores]))
+        return known[1]
+
+
+def _by_device(stores: Sequence[LayerStore]) -> dict[torch.device, list[LayerStore]]:
+    found: dict[torch.device, list[LayerStore]] = {}
+    for store in stores:
+        found.setdefault(store.device, []).append(store)
+    return found

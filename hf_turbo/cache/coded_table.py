@@ -1,0 +1,279 @@
+"""The blocks of a cache whose older blocks are codes: wide ones at both ends of a row, codes between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from ..ops.kv_format import WIDE_BEHIND, end_of_codes
+from ..ops.metadata import CodedRows
+from .block_table import BlockTable, Pairs
+from .coded_group import CodedGroup
+
+Recode = Callable[[Pairs], None]
+
+
+class CodedTable(BlockTable):
+    """The wide blocks of each row, with a table of those that are codes.
+
+    `rows` and `first` are a row's tail: the wide blocks from the one before the next token's on, and maybe more until
+    the next `grow`. `anchors` holds a row's first block once the tail begins after it and while it is in the window.
+    Blocks from 1 to where the tail begins are in `codes`, those before a window excepted; some of the tail may be, too.
+
+    Args:
+        group, expected_length: as of `BlockTable`.
+    """
+
+    group: CodedGroup
+    codes: BlockTable
+
+    def __init__(self, group: CodedGroup, expected_length: int = 0) -> None:
+        super().__init__(group)  # a row has few wide blocks: they need no room to grow
+        self.anchors: list[int | None] = []
+        self.codes = BlockTable(group.codes, expected_length)
+
+    @property
+    def num_live_blocks(self) -> int:
+        wide = {block for row in self.rows for block in row} | {block for block in self.anchors if block is not None}
+        return len(wide) + self.codes.num_live_blocks
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return *super().state, *self.codes.state
+
+    def can_crop(self, row: int, length: int, oldest: int) -> bool:
+        size = self.group.block_size
+        first = min(self.first[row], self.codes.first[row]) if self.codes.rows[row] else self.first[row]
+        if first == 1 and self.anchors[row] is not None:
+            first = 0
+        return first <= min(oldest // size, max(length // size - WIDE_BEHIND, 0))
+
+    def coded_rows(self, step: int = 1) -> CodedRows:
+        return CodedRows(self.anchors[::step], self.codes.rows[::step], self.codes.first[::step])
+
+    def each_once(self) -> tuple[list[list[int]], list[int], CodedRows]:
+        """`rows`, `first` and the others without the wide blocks that are codes, too."""
+        rows, first, coded = [], [], self.coded_rows()
+        for row, blocks in enumerate(self.rows):
+            end = self._end_of_codes(row)
+            both = max(end - self.first[row], 0) if self.codes.rows[row] else 0
+            if both and self.first[row] == 0:
+                coded.anchors[row] = blocks[0]
+            rows.append(blocks[both:])
+            first.append(self.first[row] + both)
+        return rows, first, coded
+
+    def flush(self, lengths: Sequence[int], keep_from: Sequence[int], quantize: Recode) -> None:
+        """Makes codes of the blocks that the tokens after these lengths read as such and that are none yet.
+
+        Args:
+            keep_from: the first token of each row that is still read.
+            quantize: writes wide blocks as codes, `(wide id, code id)`.
+        """
+        size = self.group.block_size
+        if all(length % size for length in lengths):
+            return
+        places: dict[int, list[int]] = defaultdict(list)  # wide block -> the rows that hold it
+        for row, (length, keep) in enumerate(zip(lengths, keep_from, strict=True)):
+            block = end_of_codes(length + 1, size) - 1
+            if block >= max(keep // size, 1) and self._end_of_codes(row) <= block:
+                places[self.rows[row][block - self.first[row]]].append(row)
+        if not places:
+            return
+        ids = self.group.codes.allocate(len(places))
+        try:
+            quantize(list(zip(places, ids, strict=True)))
+        except BaseException:
+            self.group.codes.release(ids)
+            raise
+        for rows, code in zip(places.values(), ids, strict=True):
+            self.group.codes.retain([code] * (len(rows) - 1))
+            for row in rows:
+                self.codes.append(row, end_of_codes(lengths[row] + 1, size) - 1, code)
+
+    def grow(
+        self,
+        old_lens: Sequence[int],
+        new_lens: Sequence[int],
+        keep_from: Sequence[int],
+        copies_per_row: int = 1,
+        holds_new: bool = True,
+    ) -> Pairs:
+        """As `BlockTable.grow`, for both kinds of blocks, after `flush`.
+
+        Held wide are the first block and, with `holds_new`, those from the one before the first new token's on, else
+        the last two. Codes are taken for blocks that this forward fills.
+        """
+        size = self.group.block_size
+        if all(0 < old % size <= size - (new - old) for old, new in zip(old_lens, new_lens, strict=True)):
+            # Most steps: every row stays in its last block.
+            return super().grow(old_lens, new_lens, [first * size for first in self.first])
+        self._add_rows(len(new_lens))
+        if not holds_new:
+            self.group.ensure_free(len(new_lens) // copies_per_row * (2 + WIDE_BEHIND))
+        tails, code_ends, codes_from = [], [], []
+        for row, (old, new, keep) in enumerate(zip(old_lens, new_lens, keep_from, strict=True)):
+            tail = max((old if holds_new else new - 1) // size - WIDE_BEHIND, 0)
+            window = min(keep // size, tail)  # the block before the first new token's is held in any case
+            if self.keeps_past and old:
+                tail = min(tail, self.first[row])
+            if row % copies_per_row == 0:
+                if old == 0:
+                    self._begin_row(row, tail, window)
+                else:
+                    self._hold_from(row, tail, window)
+            tails.append(tail * size)
+            code_ends.append(end_of_codes(new, size) * size)
+            codes_from.append(max(window, 1) * size)
+        code_starts = [end if old else 0 for old, end in zip(old_lens, code_ends, strict=True)]
+        self.codes.grow(code_starts, code_ends, codes_from, copies_per_row)
+        return super().grow(old_lens, new_lens, tails, copies_per_row)
+
+    def crop(self, new_lens: Sequence[int], keep_from: Sequence[int], restore: Recode) -> None:
+        """As `BlockTable.crop`. Wide blocks that the next token needs and that are codes only are restored first."""
+        size = self.group.block_size
+        tails = [max(length // size - WIDE_BEHIND, 0) for length in new_lens]
+        missing = {
+            row: range(tail, min(self.first[row], self.num_blocks(length)))
+            for row, (tail, length) in enumerate(zip(tails, new_lens, strict=True))
+            if tail < self.first[row] and length
+        }
+        if missing:
+            self._restore(missing, restore)
+        self.truncate(new_lens)
+        if self.keeps_past:
+            self.give_up_before(keep_from)
+            for row, tail in enumerate(tails):
+                self._hold_from(row, min(tail, self._end_of_codes(row)), 0)
+
+    def truncate(self, new_lens: Sequence[int]) -> None:
+        size = self.group.block_size
+        super().truncate(new_lens)
+        self.codes.truncate([end_of_codes(length + 1, size) * size for length in new_lens])
+        for row, length in enumerate(new_lens):
+            if not length:
+                self._let_anchor_go(row)
+            if not self.codes.rows[row]:
+                self.codes.first[row] = min(self.codes.first[row], end_of_codes(length + 1, size))
+
+    def give_up_before(self, tokens: Sequence[int]) -> None:
+        size, windows = self.group.block_size, []
+        for row, token in enumerate(tokens):
+            last_two = max(self.first[row] + len(self.rows[row]) - 1 - WIDE_BEHIND, 0)
+            windows.append(min(token // size, last_two))
+            self._hold_from(row, windows[row], windows[row])
+        self.codes.give_up_before([block * size for block in windows])
+
+    def select(self, indices: Sequence[int]) -> None:
+        anchors = [self.anchors[i] for i in indices]
+        self.group.retain(_there(anchors))
+        self.group.release(_there(self.anchors))
+        self.anchors = anchors
+        super().select(indices)
+        self.codes.select(indices)
+
+    def take_no_room(self) -> None:
+        self.codes.take_no_room()
+
+    def forget_mirror(self) -> None:
+        super().forget_mirror()
+        self.codes.forget_mirror()
+
+    def copy(self) -> CodedTable:
+        other: CodedTable = super().copy()  # type: ignore[assignment]
+        other.anchors, other.codes = list(self.anchors), self.codes.copy()
+        self.group.retain(_there(other.anchors))
+        return other
+
+    def release(self) -> None:
+        self.group.release(_there(self.anchors))
+        self.anchors = []
+        super().release()
+        self.codes.release()
+
+    def _add_rows(self, num_rows: int) -> None:
+        super()._add_rows(num_rows)
+        self.anchors += [None] * (num_rows - len(self.anchors))
+
+    def _columns_of(self, row: int) -> list[int]:
+        columns, anchor = super()._columns_of(row), self.anchors[row]
+        return columns if anchor is None else [anchor, *columns[1:]]
+
+    def _share_leaders(self, copies_per_row: int) -> None:
+        super()._share_leaders(copies_per_row)
+        for row in range(len(self.rows)):
+            leader = row - row % copies_per_row
+            if row != leader:
+                self._let_anchor_go(row)
+                self.anchors[row] = self.anchors[leader]
+                self.group.retain(_there([self.anchors[row]]))
+
+    def _end_of_codes(self, row: int) -> int:
+        return self.codes.first[row] + len(self.codes.rows[row])
+
+    def _begin_row(self, row: int, tail: int, window: int) -> None:
+        """Takes an empty row's first block, where `tail` begins after it and `window` does not."""
+        if tail == 0 or window > 0:
+            self._let_anchor_go(row)
+        elif self.anchors[row] is None:
+            [anchor] = self.group.allocate(1)
+            self.anchors[row] = self._changes[row, 0] = anchor
+
+    def _hold_from(self, row: int, tail: int, window: int) -> None:
+        """Gives up wide blocks before `tail`, but not the first one unless `window` begins after it."""
+        if tail > 0 and window == 0 and self.first[row] == 0 and self.rows[row]:
+            self.anchors[row] = self.rows[row].pop(0)
+            self.first[row] = 1
+        self._give_up_before(row, tail)
+        if window > 0:
+            self._let_anchor_go(row)
+
+    def _let_anchor_go(self, row: int) -> None:
+        self.group.release(_there([self.anchors[row]]))
+        self.anchors[row] = None
+
+    def _restore(self, missing: dict[int, range], restore: Recode) -> None:
+        """Puts wide blocks, made of codes, before rows' tails."""
+        of_codes: dict[int, int] = {}
+        found: dict[int, list[int]] = {}
+        taken: list[int] = []
+        try:
+            for row, blocks in missing.items():
+                found[row] = [self._wide_again(row, block, of_codes, taken) for block in blocks]
+            if of_codes:
+                restore(list(of_codes.items()))
+        except BaseException:
+            self.group.release(taken)
+            raise
+        for row, blocks in missing.items():
+            if blocks.stop < self.first[row]:  # nothing of the tail stays
+                self.group.release(self.rows[row])
+                self.rows[row] = []
+            if blocks.start == 0:
+                self.anchors[row] = None
+            self.rows[row][:0] = found[row]
+            self.first[row] = blocks.start
+            self._changes.update({(row, block): wide for block, wide in zip(blocks, found[row], strict=True)})
+        self._version += 1
+
+    def _wide_again(self, row: int, block: int, of_codes: dict[int, int], taken: list[int]) -> int:
+        """A wide block for one that a row does not hold wide. Rows with the same codes share it.
+
+        Args:
+            of_codes: the wide block for each code block so far.
+            taken: references to blocks that were taken so far.
+        """
+        anchor = self.anchors[row]
+        if block == 0 and anchor is not None:
+            return anchor
+        code = self.codes.rows[row][block - self.codes.first[row]]
+        if code in of_codes:
+            self.group.retain([of_codes[code]])
+        else:
+            [of_codes[code]] = self.group.allocate(1)
+        taken.append(of_codes[code])
+        return of_codes[code]
+
+
+def _there(blocks: Sequence[int | None]) -> list[int]:
+    return [block for block in blocks if block is not None]

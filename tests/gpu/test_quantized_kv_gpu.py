@@ -1,0 +1,116 @@
+"""Quantized caches on a GPU, captured steps and all: in fp32 the text that the same cache gives on a CPU."""
+
+import pytest
+import torch
+from graph_cases import GPU, on_gpu, replays, steps
+from helpers import assert_pool_accounts, generate, groups, prompt, ragged, used_blocks
+from test_quantized_kv import MODELS, MODES
+from tiny_models import build
+
+import hf_turbo
+from hf_turbo.compat import CACHE_NAME
+from hf_turbo.ops.kv_format import KV_FORMATS
+
+pytestmark = GPU
+B = 32
+
+
+def pair(name, kind="int4", dtype=torch.float32, **options):
+    """The same model twice, on a CPU and on the GPU, both with such a cache."""
+    architecture, overrides = MODELS[name]
+    overrides = {"max_position_embeddings": 2048, **overrides}
+    models = build(architecture, **overrides).to(dtype), build(architecture, **overrides).to(dtype).cuda()
+    for model in models:
+        hf_turbo.patch(model, block_size=B, kv_cache_dtype=kind, **options)
+    return models
+
+
+def same_text(models, inputs, new_tokens, seed=None, **options):
+    """Greedy text, or by beams; with a seed only the cache's accounts are compared."""
+    texts = []
+    for model, given in zip(models, (inputs, on_gpu(inputs))):
+        if seed is not None:
+            torch.manual_seed(seed)
+        outputs = generate(model, given, new_tokens, **options)
+        texts.append(outputs.sequences.cpu())
+        if CACHE_NAME in outputs:
+            del outputs[CACHE_NAME]
+        del outputs
+        assert used_blocks(model) == 0
+        assert_pool_accounts(model)
+        for group in groups(model).values():
+            assert group.codes.peak_blocks > 0, "nothing was read as codes: the test shows nothing"
+    if seed is None:
+        assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("kind", KV_FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_steps(name, kind):
+    models = pair(name, kind)
+    with replays(models[1]):
+        for _ in range(2):
+            same_text(models, ragged(80, 150), 80)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "window and full"])
+def test_modes(name, mode):
+    models = pair(name)
+    inputs = prompt(1, 150) if mode == "lookup" else ragged(80, 150)
+    for _ in range(2):
+        same_text(models, inputs, 70, **MODES[mode])
+
+
+@pytest.mark.parametrize("kind", KV_FORMATS)
+@pytest.mark.parametrize("chunk", [32, 100])
+def test_chunks_of_a_prompt(kind, chunk):
+    same_text(pair("llama", kind), ragged(181, 350), 6, prefill_chunk_size=chunk)
+
+
+@pytest.mark.parametrize("kind", KV_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_half_precision(kind, dtype):
+    """As near to those of the CPU's cache, whose numbers are float32, as the dtype allows; captured or not."""
+    models = pair("qwen2", kind, dtype)
+    ids = prompt(2, 300)
+    logits = []
+    for model, given in zip(models, (ids, ids.cuda())):
+        cache, parts = hf_turbo.paged_cache(model), []
+        with torch.no_grad():
+            for piece in (given[:, :200], given[:, 200:240], *given[:, 240:].split(1, 1)):
+                parts.append(model(piece, past_key_values=cache).logits.float().cpu())
+        logits.append(torch.cat(parts, 1))
+    assert not logits[1].isnan().any()
+    error = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
+    assert error < {torch.bfloat16: 0.06, torch.float16: 0.01}[dtype]
+
+
+def test_steps_replay_at_every_length():
+    """One graph from the first code on, through blocks that fill, to another cache's."""
+    _, model = pair("llama")
+    generate(model, on_gpu(prompt(1, 40)), 4)
+    before = hf_turbo.report(model).steps_captured
+    assert steps(model, lambda: generate(model, on_gpu(prompt(1, 90)), 120)) if callable(steps) else True
+    assert hf_turbo.report(model).steps_captured == before
+
+
+@pytest.mark.parametrize("kind", KV_FORMATS)
+def test_q06_less_memory(kind):
+    """Peak memory with a long prompt, and bytes a token, below those of the model's dtype."""
+    peaks = {}
+    for dtype in (None, kind):
+        model = build("llama", max_position_embeddings=8192, head_dim=64, num_key_value_heads=4, num_attention_heads=8)
+        model = model.to(torch.bfloat16).cuda()
+        hf_turbo.patch(model, kv_cache_dtype=dtype)
+        generate(model, on_gpu(prompt(2, 70)), 4)
+        hf_turbo.release(model)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        generate(model, on_gpu(prompt(4, 4096)), 4)
+        report = hf_turbo.report(model)
+        peaks[dtype] = torch.cuda.max_memory_allocated() - start, report.peak_kv_bytes
+        hf_turbo.unpatch(model)
+    assert peaks[kind][0] < peaks[None][0]
+    assert peaks[kind][1] < {"int4": 0.4, "int8": 0.6, "fp8": 0.6}[kind] * peaks[None][1]
