@@ -28,8 +28,6 @@ class Policy:
     padding: list[int] = field(default_factory=list)
     #: Of layers with a format of their own.
     kinds: dict[int, str] = field(default_factory=dict)
-    #: Prompts see themselves by the policy, too.
-    prompts_read_codes: bool = False
     #: Query tokens that saw at least one code.
     queries_with_codes: int = 0
 
@@ -81,7 +79,7 @@ def _attention(
         position = torch.arange(kv_len - q_len, kv_len)[:, None] - padding
         block = torch.arange(kv_len - padding)[None] // policy.block_size
         coded = (block >= 1) & (block < position // policy.block_size - 1)
-        if q_len == kv_len and not policy.prompts_read_codes:  # a prompt sees itself as it is
+        if q_len == kv_len:  # a prompt sees itself as it is
             coded = torch.zeros_like(coded)
         policy.queries_with_codes += int((coded & (mask > -1e9)).any(1).sum())
         groups = heads // len(k)

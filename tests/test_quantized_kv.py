@@ -157,30 +157,14 @@ def test_second_turn(name, crop):
     assert_all_accounts(model)
 
 
-@pytest.mark.parametrize("name", ["llama", "window and full", "narrow window"])
-def test_prompts_that_read_their_blocks(monkeypatch, name):
-    """Where nothing else serves a layer: found out at its first prompt, which is stored anew."""
+@pytest.mark.parametrize("name", ["llama", "window and full", "narrow window", "soft caps", "sinks"])
+def test_prompts_that_nothing_else_serves(monkeypatch, name):
+    """A prompt sees itself as it is there, too, by way of blocks that are not the cache's."""
     monkeypatch.setattr(attention.prompt, "attend_prompt", lambda *args: None)
     policy, model = pair(name)
-    policy.config.kv_policy.prompts_read_codes = True
     for options in ({}, {}, {"num_beams": 2}):
         same_text(policy, model, ragged(140, 200), 5, **options)
-    assert all(group.prompts_read_blocks for group in groups(model).values())
     assert hf_turbo.report(model).tokens_stored == 2 * (340 + 8) + 340 + 2 * 2 * 4
-
-
-def test_prompts_of_which_one_layer_reads_its_blocks(monkeypatch):
-    """Found out when another layer has stored what it needs: the model's own attention serves this once."""
-    own, calls = attention.prompt.attend_prompt, []
-
-    def serves_the_first(*args):
-        calls.append(args)
-        return own(*args) if len(calls) % 2 else None
-
-    monkeypatch.setattr(attention.prompt, "attend_prompt", serves_the_first)
-    policy, model = pair("llama")
-    same_text(policy, model, ragged(140, 200), 5)
-    assert len(calls) == 2 and groups(model)[None].prompts_read_blocks
 
 
 def test_layers_of_another_format():

@@ -143,8 +143,7 @@ def make_plan(
     copies_per_row = layout.copies_per_row if is_fresh else 1
     window = keep_window or 0
     codes, reads_blocks = table.codes, table.group.prompts_read_blocks
-    # A prompt of a quantized cache is attended to wide: it takes to be told that this isn't possible.
-    holds_new = codes is None or start > 0 or reads_blocks is True
+    holds_new = codes is None or start > 0  # a prompt of a quantized cache is attended to as it is, without the cache
     store_tail = window > 1 and start == 0 and (not holds_new or (not dense and reads_blocks is False))
     ends = new_lens if store_tail else old_lens
     keep_from = [max(end - window + 1, 0) if window else 0 for end in ends]

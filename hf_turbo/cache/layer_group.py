@@ -76,21 +76,6 @@ class LayerGroup:
             self.first_column = 0 if self.plan.keep_last is None else max(q_len - self.plan.keep_last, 0)
         return self.plan
 
-    def begin_whole_prompt(self, device: torch.device) -> None:
-        """Takes the blocks of the prompt under way anew, by what its attention has found out, into the same plan.
-
-        Nothing of the prompt may have been stored yet that is to stay.
-        """
-        plan, blocks = self.plan, self.table.group
-        if plan is None or plan.start > 0:
-            raise RuntimeError("no prompt is under way")
-        counts = blocks.stored_tokens, blocks.shared_tokens
-        self._crop_table(0)
-        whole, _ = make_plan(self.table, self.layout, 0, plan.q_len, self.window_kept, plan.dense, device)
-        blocks.stored_tokens, blocks.shared_tokens = counts
-        plan.metadata, plan.store_metadata, plan.keep_last = whole.metadata, whole.store_metadata, whole.keep_last
-        self.first_column = 0
-
     def advance(self, start: int) -> None:
         """Takes blocks for one more column of every row after `start`; a captured step fills them."""
         self.plan = None

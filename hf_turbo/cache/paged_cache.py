@@ -116,7 +116,9 @@ class PagedLayer(CacheLayerMixin):
             plan = self.group.begin(start, num_rows, q_len, key_states.device, dense=True)
         if self.store is None or not self.store.matches(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
-        self._store(plan, key_states, value_states)
+        metadata = plan.store_metadata.on(key_states.device)
+        stored = plan.pack_stored(key_states), plan.pack_stored(value_states)
+        dispatch.store_kv(*stored, self.kv(), metadata, plan.keep_last)
         self.length = start + q_len
         if plan.dense:
             # A prompt of a quantized cache is attended to as it is.
@@ -125,22 +127,6 @@ class PagedLayer(CacheLayerMixin):
         setattr(key_states, LAYER_ATTRIBUTE, self)
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
-
-    def store_whole_prompt(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Stores what `update` was given anew, so that it can be attended to through its blocks.
-
-        False: other layers have stored theirs already, by the present plan.
-        """
-        plan = self.group.plan
-        if plan is None or plan.start > 0 or any(layer.length for layer in self.group.layers if layer is not self):
-            return False
-        self.group.begin_whole_prompt(key.device)
-        self._store(plan, key, value)
-        return True
-
-    def _store(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        metadata = plan.store_metadata.on(key.device)
-        dispatch.store_kv(plan.pack_stored(key), plan.pack_stored(value), self.kv(), metadata, plan.keep_last)
 
     def kv(self) -> LayerKV | QuantizedKV:
         """The layer's blocks."""

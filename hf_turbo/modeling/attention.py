@@ -165,14 +165,16 @@ def attention(
         out = prompt.attend_prompt(
             query, key, value, plan.pack, metadata, scale, softcap, s_aux, _name(module).prompt_attention
         )
+        if out is None and metadata.code_tables is not None:
+            out = prompt.attend_in_blocks(
+                plan.pack(query), plan.pack(key), plan.pack(value), metadata, scale, softcap, s_aux
+            )
         blocks = layer.group.table.group
         if out is not None:
             blocks.prompts_read_blocks = bool(blocks.prompts_read_blocks)
             return (out if out.dim() == 4 else plan.unpack(out)).contiguous(), None
         blocks.prompts_read_blocks = True
-        if not metadata.holds_new and layer.store_whole_prompt(key, value):
-            metadata = plan.metadata.on(query.device)
-        elif plan.keep_last is not None or not metadata.holds_new:  # not stored whole: no layer had needed it so far
+        if plan.keep_last is not None:  # the prompt was not stored whole, as no layer had needed it so far
             return stock()
     out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
     return plan.unpack(out).contiguous(), None

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from . import reference
-from .metadata import AttentionMetadata
+from . import dispatch, reference
+from .block_ids import MAX_SEGMENTS
+from .metadata import AttentionMetadata, LayerKV
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
+
+_BLOCK_SIZE = 64
 
 
 def attend_prompt(
@@ -58,6 +62,37 @@ def attend_prompt(
         )
         return out.transpose(1, 2)
     return _torch_varlen(pack(q), pack(k), pack(v), metadata, softmax_scale, None if within else window)
+
+
+def attend_in_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: AttentionMetadata,
+    softmax_scale: float,
+    logit_softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same where `attend_prompt` serves nothing and the cache does not keep what a prompt sees of itself.
+
+    Args:
+        q, k, v: `[total_q, heads, head_dim]`, packed; nothing is cached before them.
+
+    Returns:
+        `[total_q, num_heads, v_head_dim]`.
+    """
+    columns = -(-metadata.max_seqlen_q // _BLOCK_SIZE)
+    shape = (metadata.num_seqs * columns, k.shape[1], _BLOCK_SIZE)
+    blocks = [x.new_empty(*shape, x.shape[2]) for x in (k, v)]
+    kv = LayerKV((blocks[0],), (blocks[1],), torch.zeros(2, MAX_SEGMENTS, dtype=torch.int64, device=q.device))
+    ids = torch.arange(shape[0], dtype=torch.int32, device=q.device).view(-1, columns)
+    rows = [list(range(i * columns, (i + 1) * columns)) for i in range(metadata.num_seqs)]
+    alone = replace(
+        metadata, block_tables=ids, block_ids_cpu=rows, first_blocks_cpu=[0] * len(rows), code_tables=None,
+        coded_rows=None, _elsewhere={},
+    )  # fmt: skip
+    dispatch.store_kv(k, v, kv, alone)
+    return dispatch.paged_attention(q, kv, alone, softmax_scale, logit_softcap, sinks)
 
 
 def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> bool:
