@@ -13,7 +13,8 @@ import triton.language as tl
 
 def _asm(*lines: str) -> str:
     """Instructions on two words, `x`; `one` is two times 1024.0."""
-    return "\n".join(["{", ".reg .b32 one, x, y, off, part;", ".reg .b16 h0, h1;", *(f"{line};" for line in lines), "}"])
+    registers = [".reg .b32 one, x, y, off, part;", ".reg .b16 h0, h1;"]
+    return "\n".join(["{", *registers, *(f"{line};" for line in lines), "}"])
 
 
 def _int8(low: str, high: str, words: str, offset: str) -> list[str]:

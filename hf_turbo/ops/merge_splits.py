@@ -20,6 +20,17 @@ def padded(dim):
     return max(16, triton.next_power_of_2(dim))
 
 
+@triton.jit
+def split_weights(num_tiles, has_first, WIDE_WEIGHT: tl.constexpr):
+    """What the tiles of a sequence weigh, and how many of them weigh WIDE_WEIGHT, not 1: at the beginning and the end.
+
+    Of a quantized cache the first block and the last two are wide; of any other all tiles are alike (WIDE_WEIGHT 1).
+    """
+    num_last = tl.minimum(num_tiles, 2)
+    num_first = tl.where(has_first & (num_tiles > 2), 1, 0)
+    return num_tiles + (WIDE_WEIGHT - 1) * (num_first + num_last), num_first, num_last
+
+
 # Signatures and launches are laid out by kind of argument.
 # fmt: off
 
@@ -28,7 +39,7 @@ def padded(dim):
 def _merge_splits_kernel(
     partial_ptr, lse_ptr, out_ptr, seq_lens_ptr, num_splits, stride_ot, stride_oh,
     V_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ONE_QUERY_EACH: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WIDE_WEIGHT: tl.constexpr, SPLIT_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: one query token and head; the splits' outputs weighted by the exponential of their lse."""
     token = tl.program_id(0).to(tl.int64)
@@ -44,8 +55,8 @@ def _merge_splits_kernel(
         # The splits of a short sequence that have tiles at all, counted as the attention kernel shares them out.
         seq_len = tl.load(seq_lens_ptr + token)
         first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
-        num_tiles = tl.cdiv(seq_len, TILE) - first_tile
-        num_live = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1)), 1)
+        total, _, _ = split_weights(tl.cdiv(seq_len, TILE) - first_tile, first_tile == 0, WIDE_WEIGHT)
+        num_live = tl.maximum(tl.cdiv(total, tl.maximum(tl.cdiv(total, num_splits), 1)), 1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -81,6 +92,7 @@ def merge_splits(
     tile: int,
     specialised: Hashable,
     pdl: bool,
+    wide_weight: int = 1,
 ) -> None:
     """Writes the splits' outputs, weighted by the exponential of their log-sum-exps, to `out`.
 
@@ -91,11 +103,13 @@ def merge_splits(
         tile: keys of a tile; the tiles of a sequence were shared out evenly, the last splits' share may be empty.
         specialised: the part of the launch's key that its attention kernel had.
         pdl: start while the attention kernel is still running.
+        wide_weight: as of `split_weights`.
     """
     total_q, num_heads, num_splits, v_dim = partial.shape
     one_query_each = metadata.max_seqlen_q == 1 and total_q == metadata.num_seqs
     constants = (
-        v_dim, metadata.sliding_window or 0, tile, one_query_each, min(32, next_power_of_2(num_splits)), pdl,
+        v_dim, metadata.sliding_window or 0, tile, one_query_each, wide_weight,
+        min(32, next_power_of_2(num_splits)), pdl,
     )  # fmt: skip
     with torch.cuda.device_of(out):
         _launch_merge(

@@ -22,7 +22,7 @@ from .attention_config import (
 )
 from .kv_format import WIDE_BEHIND
 from .launch import Launcher
-from .merge_splits import merge_splits, padded
+from .merge_splits import merge_splits, padded, split_weights
 from .metadata import AttentionMetadata, QuantizedKV
 from .quantized_attention_config import choose_config
 from .quantized_tiles import attend_codes, attend_wide, load_queries, store_part
@@ -32,6 +32,14 @@ _WIDE_BEHIND = tl.constexpr(WIDE_BEHIND)
 
 # Signatures and launches are laid out by kind of argument.
 # fmt: off
+
+
+@triton.jit
+def _tiles_in(weight, num_first, num_codes, num_last, WIDE_WEIGHT: tl.constexpr):
+    """How many of a sequence's tiles begin within its first `weight`: those that splits before this weight have."""
+    left = weight - num_first * WIDE_WEIGHT
+    num_last = tl.minimum(tl.maximum(tl.cdiv(left - num_codes, WIDE_WEIGHT), 0), num_last)
+    return tl.where(weight > 0, num_first + tl.minimum(tl.maximum(left, 0), num_codes) + num_last, 0)
 
 
 # Nothing is gained by compiling for the alignment of what is read entry by entry.
@@ -49,7 +57,8 @@ def _quantized_attention_kernel(
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, ONE_TOKEN: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr, CAPABILITY: tl.constexpr,
+    FORMAT: tl.constexpr, WIDE_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    CAPABILITY: tl.constexpr,
 ):
     """One program: BLOCK_M rows of one sequence and KV head over one split of its blocks; see `paged_attention`."""
     if PDL:
@@ -82,9 +91,11 @@ def _quantized_attention_kernel(
     end_tile = tl.cdiv(end_live, BLOCK_SIZE)
     last_tile = end_tile
     if SPLIT:
-        share = tl.cdiv(end_tile - first_tile, num_splits)
-        first_tile = first_tile + split * share
-        end_tile = tl.minimum(first_tile + share, end_tile)
+        weight, num_first, num_last = split_weights(end_tile - first_tile, first_tile == 0, WIDE_WEIGHT)
+        share = tl.cdiv(weight, num_splits)
+        num_codes = end_tile - first_tile - num_first - num_last
+        end_tile = first_tile + _tiles_in(share * (split + 1), num_first, num_codes, num_last, WIDE_WEIGHT)
+        first_tile += _tiles_in(share * split, num_first, num_codes, num_last, WIDE_WEIGHT)
 
     scale = softmax_scale / SOFT_CAP if SOFT_CAP > 0 else softmax_scale * _LOG2E
     PARTS: tl.constexpr = 16 // FORMAT[0]
@@ -200,7 +211,9 @@ def paged_attention(
 
     facts = device_facts(q.device)
     if config is None:
-        config = choose_config(rows, kv.k_dim, kv.v_dim, block_size, q.dtype, kv.format.bits, facts)
+        config = choose_config(
+            rows, kv.num_kv_heads * num_seqs, kv.k_dim, kv.v_dim, block_size, q.dtype, kv.format.bits, facts
+        )
     row_tiles = ceil_div(rows, config.block_m)
     num_splits = config.num_splits
     if num_splits is None:
@@ -215,12 +228,13 @@ def paged_attention(
         partial = lse = out
     strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
     fmt = kv.format
+    wide_weight = 8 // fmt.bits + 1  # about what a wide block takes longer than one of codes
     constants = (
         wide_k.stride()[:3], wide_v.stride()[:3], codes_k.stride()[:2], codes_v.stride()[:2],
         kv.k_dim, kv.v_dim, block_size, kv.wide.segmented or kv.codes.segmented,
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
         metadata.max_seqlen_q == 1, (fmt.bits, fmt.is_float, fmt.zero_values, 448.0 if fmt.is_float else 127.0),
-        config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
+        wide_weight, config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
     )  # fmt: skip
     misaligned = tuple(t.data_ptr() % 16 for t in (q, out, wide_k, wide_v, codes_k, codes_v))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
@@ -238,7 +252,7 @@ def paged_attention(
         )
     # fmt: on
     if num_splits > 1:
-        merge_splits(partial, lse, out, metadata, block_size, specialised, config.pdl)
+        merge_splits(partial, lse, out, metadata, block_size, specialised, config.pdl, wide_weight)
     return out
 
 

@@ -11,23 +11,33 @@ from .attention_config import AttentionConfig, DeviceFacts, next_power_of_2
 
 @lru_cache(maxsize=4096)
 def choose_config(
-    rows: int, k_dim: int, v_dim: int, block_size: int, dtype: torch.dtype, bits: int, facts: DeviceFacts
+    rows: int,
+    num_programs: int,
+    k_dim: int,
+    v_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    bits: int,
+    facts: DeviceFacts,
 ) -> AttentionConfig:
-    """The table, by rows of a sequence (query tokens times heads of a group), head sizes, dtype, bits of a code and
-    device. A tile is always a block. Measured on an H200 with heads of 128 and blocks of 64.
+    """The table, by rows of a sequence (query tokens times heads of a group), (sequence, KV head) pairs, head sizes,
+    dtype, bits of a code and device. A tile is always a block. Measured on an H200 with heads of 128 and blocks of 64.
     """
     pdl = facts.capability >= 90
     dim = max(next_power_of_2(k_dim), next_power_of_2(v_dim))
     if dtype == torch.float32:
         return AttentionConfig(block_m=16, tile=block_size, num_warps=8, num_stages=2)
     if rows > 64:
-        return AttentionConfig(block_m=32 if bits == 8 and dim <= 128 else 16, tile=block_size, num_warps=4, num_stages=2)
+        block_m = 32 if bits == 8 and dim <= 128 else 16
+        return AttentionConfig(block_m, block_size, num_warps=4, num_stages=2)
     block_m = max(8, next_power_of_2(rows))
     if bits == 4 and block_m == 8 and dim * block_size <= 128 * 64:
         # Unpacking is what takes the time. Two warps repeat less of what is the same for all of a tile; with so few
         # registers that six such programs fit, one or two are computing while others wait.
         fits = k_dim % 128 == 0 and v_dim % 128 == 0  # heads that are padded take more registers
         programs, registers = (6, 168) if fits or dim < 128 else (5, 200)
+        if num_programs * 2 <= facts.num_sms:
+            programs = 4  # a captured step has all its splits at every length, and most of them have nothing to do
         return AttentionConfig(block_m, block_size, 2, 3, programs_per_sm=programs, pdl=pdl, max_registers=registers)
     warps = 8 if dim > 128 and block_m > 8 else 4
     return AttentionConfig(block_m, block_size, warps, 2, programs_per_sm=4 if block_m == 8 else 2, pdl=pdl)

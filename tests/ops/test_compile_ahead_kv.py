@@ -78,7 +78,7 @@ def compile_attention(capability, fmt="int8", dims=(128, 128), block_size=64, dt
         kv = QuantizedKV(wide, LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64), True), fmt)
         q = torch.empty(metadata.num_seqs * q_len, heads * group, dims[0], dtype=dtype)
         quantized_attention.paged_attention(q, kv, metadata, 0.1)
-    return [ahead.kernel_facts(compiled[0])]
+    return [ahead.kernel_facts(kernel) for kernel in compiled]
 
 
 def inexact_steps(ptx):
@@ -147,8 +147,9 @@ def test_compiles_without_spills(compiled, capability, name):
 
 def check_attention(facts, capability, name):
     assert isinstance(facts, list), facts
-    [kernel] = facts
+    kernel = facts[0]
     assert kernel["name"] == "_quantized_attention_kernel"
+    assert [other["name"] for other in facts[1:]] == ["_merge_splits_kernel"] * ("chunk" not in name)
     assert kernel["stack"] <= STACK_BYTES, kernel
     assert kernel["shared"] <= ahead.DEVICES[capability][1], kernel
     if "fp32" not in name:

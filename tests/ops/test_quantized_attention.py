@@ -29,7 +29,7 @@ class Kernel:
     def paged_attention(self, q, kv, metadata, softmax_scale, logit_softcap, sinks):
         rows = metadata.max_seqlen_q * q.shape[1] // kv.num_kv_heads
         facts = quantized_attention.device_facts(q.device)
-        config = choose_config(rows, kv.k_dim, kv.v_dim, kv.block_size, q.dtype, kv.format.bits, facts)
+        config = choose_config(rows, 64, kv.k_dim, kv.v_dim, kv.block_size, q.dtype, kv.format.bits, facts)
         config = dataclasses.replace(config, **self.changes)
         out = torch.full((*q.shape[:2], kv.v_dim), torch.nan, dtype=q.dtype, device=q.device)
         arguments = (q, kv, metadata, softmax_scale, logit_softcap, sinks)
@@ -146,7 +146,7 @@ def test_what_is_refused():
     attend = quantized_attention.paged_attention
     with pytest.raises(ValueError, match="a multiple of 2, 16"):
         attend(q[:, :5], kv, metadata, 1.0)
-    with pytest.raises(ValueError, match="dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"dtype torch\.float32"):
         attend(q.half(), kv, metadata, 1.0)
     with pytest.raises(ValueError, match="softmax_scale must be positive"):
         attend(q, kv, metadata, 0.0)
@@ -165,7 +165,7 @@ def test_configurations():
     for rows in (1, 7, 9, 64, 65, 4096):
         for dtype in (torch.float32, torch.bfloat16):
             for bits in (4, 8):
-                config: AttentionConfig = choose_config(rows, 128, 128, 64, dtype, bits, facts)
+                config: AttentionConfig = choose_config(rows, 64, 128, 128, 64, dtype, bits, facts)
                 assert config.block_m >= 8 and config.tile == 64 and config.pdl == (
                     rows <= 64 and dtype == torch.bfloat16
                 )
