@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .modeling.key_check import MIN_TOKENS
 from .ops import dispatch
 from .patching import handle_of
 from .quantization.int4_linear import Int4Linear
@@ -24,6 +25,7 @@ class Report:
         kv_bytes_per_token: over all layers, in a block that is kept so; `wide_kv_bytes_per_token`: in one that is as
             the model computes it. 0 until something was stored.
         protected_layers: layer -> what its older blocks are kept as, where that is not `kv_cache_dtype`.
+        unsettled_layers: how many are kept in int8 until a prompt shows whether their keys can take `kv_cache_dtype`.
         blocks_total, blocks_in_use, blocks_shared, peak_blocks: over all groups of layers, those of codes included; a
             shared block has several owners (beams, return sequences, copies of a cache).
         kv_bytes, peak_kv_bytes: bytes of the blocks in use, now and at most; `pool_bytes`: of all blocks.
@@ -46,6 +48,7 @@ class Report:
     kv_bytes_per_token: float
     wide_kv_bytes_per_token: float
     protected_layers: dict[int, str]
+    unsettled_layers: int
     blocks_total: int
     blocks_in_use: int
     blocks_shared: int
@@ -93,7 +96,10 @@ class Report:
             lines[0] += f" of {self.wide_kv_bytes_per_token:,.1f}, {self._share_of_wide():.0%}"
         for name in sorted(set(self.protected_layers.values())):
             layers = [str(i) for i, own in sorted(self.protected_layers.items()) if own == name]
-            lines.append(f"kept in {name}: layers {', '.join(layers)}")
+            lines.append(f"kept in {name}, as their keys can't take {self.kv_cache_dtype}: layers {', '.join(layers)}")
+        if self.unsettled_layers:
+            tells = f"a prompt of {MIN_TOKENS} tokens shows whether their keys can take {self.kv_cache_dtype}"
+            lines.append(f"kept in int8 until {tells}: {self.unsettled_layers} layers")
         return lines
 
     def _share_of_wide(self) -> float:
@@ -130,7 +136,8 @@ def report(model: nn.Module) -> Report:
         kv_cache_dtype=pool.kv_cache_dtype,
         kv_bytes_per_token=sum((g.codes or g).block_bytes for g in wide) / pool.block_size,
         wide_kv_bytes_per_token=sum(g.block_bytes for g in wide) / pool.block_size,
-        protected_layers={i: name for i, name in pool.formats.items() if name != pool.kv_cache_dtype},
+        protected_layers=pool.protected_layers,
+        unsettled_layers=sum(not pool.is_settled(i) for i in range(len(handle.sliding_windows))),
         blocks_total=sum(g.manager.num_blocks for g in groups),
         blocks_in_use=sum(g.manager.num_used for g in groups),
         blocks_shared=sum(g.manager.num_shared for g in groups),

@@ -37,6 +37,8 @@ def pair(name: str, kind: str = "int4", **options):
     overrides = {"max_position_embeddings": 2048, **overrides}
     policy, model = build(architecture, **overrides), build(architecture, **overrides)
     hf_turbo.patch(model, block_size=B, kv_cache_dtype=kind, **options)
+    handle = handle_of(model)  # what a prompt's keys would have to say of it is not asked
+    handle.pool.formats |= dict.fromkeys(range(len(handle.sliding_windows)), kind)
     return follow_policy(policy, kind, B), model
 
 
@@ -172,7 +174,7 @@ def test_layers_of_another_format():
     handle_of(model).pool.formats[1] = policy.config.kv_policy.kinds[1] = "int8"
     same_text(policy, model, prompt(1, 110), 40)
     report = hf_turbo.report(model)
-    assert report.protected_layers == {1: "int8"} and "kept in int8: layers 1" in str(report)
+    assert report.protected_layers == {1: "int8"} and "can't take int4: layers 1" in str(report)
     first, second = (store.codes.block_bytes for store in groups(model)[None].stores.values())
     assert first < second and report.kv_bytes_per_token == (first + second) / B
 

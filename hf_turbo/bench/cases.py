@@ -62,6 +62,11 @@ class Variant:
     options: dict[str, Any] | None = None
     generate_options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def changes_numbers(self) -> bool:
+        """Whether what was asked for gives another text than the unpatched model's."""
+        return bool(self.options and self.options.get("kv_cache_dtype"))
+
 
 _UNPATCHED = {
     "transformers": Variant("transformers"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..sample_models import SampleModelName, sample_model
 from .presets import PRESETS
@@ -45,6 +45,16 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
             model = AutoModelForCausalLM.from_pretrained(_source(name), dtype=dtype, **place)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.eval()
+
+
+def load_tokenizer(name: str) -> Any | None:
+    """The model's tokenizer; None where there is none, as for presets."""
+    if name in PRESETS:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(_source(name))
+    except (OSError, ValueError, ImportError):
+        return None
 
 
 def empty_model(name: str) -> Any:

@@ -35,8 +35,9 @@ class Row:
             began, the prompt's time included: the first of three steps in a row within 1.3 times the call's steady
             one. What the process has compiled for an earlier case isn't waited for again.
         peak_extra_gb: most memory beyond the unpatched model's weights, `patch` and the first call included; GPU only.
+        kv_bytes_per_token, peak_kv_bytes: of a patched model's cache, as in `hf_turbo.report`.
         same_text: whether each text of this run is the unpatched model's, in bf16 and fp16 up to rounding; None if it
-            wasn't compared. Where it is false or None there are no figures.
+            wasn't compared. Where it is false there are no figures; where it is None, only those of a quantized cache.
         first_difference, logit_gap, logit_gap_limit: the new token that differs first, how much the unpatched model
             prefers its own there (with beams: in mean log-probability), and how much rounding would explain; of the
             row that is worst. None where the texts are equal.
@@ -67,6 +68,8 @@ class Row:
     ttft_s: float | None = None
     ready_s: float | None = None
     peak_extra_gb: float | None = None
+    kv_bytes_per_token: float | None = None
+    peak_kv_bytes: int | None = None
     same_text: bool | None = None
     first_difference: int | None = None
     logit_gap: float | None = None
@@ -83,11 +86,46 @@ class Row:
         """The text's state in a few words."""
         if self.error is not None:
             return f"error: {self.error}"
+        if self.same_text is None:
+            return "not compared"
         if self.first_difference is None:
             return "same text"
         if self.is_refused:
             return f"text differs at token {self.first_difference} (gap {self.logit_gap:.2g})"
         return f"near tie at token {self.first_difference}"
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """What one format of the cache does to predictions: a line of its own beside those of `Row`.
+
+    Args:
+        case: `model/text/w4x512/kv-int8`: the text's name, windows and their length, and the format.
+        kv: the format; "bf16" and the like for the wide cache, which others are compared with.
+        text: the text's name.
+        windows, length: so many windows of so many tokens.
+        tokens, perplexity, ratio, same_top1, kl, kv_bytes_per_token: as in `kv_quality.Quality`.
+        protected_layers: how many layers are kept as something else.
+    """
+
+    bench: str
+    case: str
+    variant: str
+    model: str
+    kv: str
+    text: str
+    windows: int
+    length: int
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    tokens: int
+    perplexity: float
+    ratio: float
+    same_top1: float
+    kl: float
+    kv_bytes_per_token: float
+    protected_layers: int
 
 
 def short(value: float | None) -> str:
@@ -99,7 +137,7 @@ def short(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
-def append_row(row: Row, path: Path) -> None:
+def append_row(row: Row | QualityRow, path: Path) -> None:
     """Adds a row to a JSONL file, as one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -107,7 +145,7 @@ def append_row(row: Row, path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file that `append_row` wrote.
+    """The decode rows of a JSONL file that `append_row` wrote.
 
     Raises:
         ValueError: a line has keys that rows don't have.
@@ -116,6 +154,8 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for line in path.read_text().splitlines():
         values = json.loads(line)
+        if values.get("bench") != "decode":
+            continue
         if unknown := sorted(set(values) - known):
             raise ValueError(f"{path}: a row has the unknown keys {', '.join(unknown)}")
         rows.append(Row(**{**values, "stepped_aside": tuple(values.get("stepped_aside", ()))}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..report import report
+from ..report import Report, report
 from .cases import Case, Variant
 from .floor import bandwidth, step_bytes
 from .judge import judge
@@ -28,7 +28,7 @@ class Trial:
     samples: list[Sample] = field(default_factory=list)
     first: FirstCall | None = None
     peak_extra: int | None = None
-    stepped_aside: tuple[str, ...] = ()
+    report: Report | None = None
     error: str | None = None
 
     @property
@@ -97,33 +97,34 @@ def _take_turn(model: Any, ids: torch.Tensor, case: Case, trial: Trial) -> None:
                 generate(model, ids, case, trial.variant)  # warm again: patching dropped what it had set up
             trial.samples.append(turn(model, ids, case, trial.variant))
             if trial.variant.options is not None:
-                trial.stepped_aside = tuple(report(model).stepped_aside)
+                trial.report = report(model)
     except Exception as error:
-        trial.error = _first_line(error)
+        trial.error = first_line(error)
     clean(ids.device)
 
 
 def _judge(model: Any, ids: torch.Tensor, case: Case, trials: list[Trial]) -> dict[str, Difference | None]:
-    """Verdicts of the trials that went well. If the reference itself fails, none did."""
-    well = [trial for trial in trials if trial.error is None]
+    """Verdicts of the trials that went well and have to write the same. If the reference itself fails, none did."""
+    well = [trial for trial in trials if trial.error is None and not trial.variant.changes_numbers]
     try:
         return judge(model, ids, case, {trial.variant.name: trial.texts for trial in well})
     except Exception as error:
         for trial in well:
-            trial.error = f"no text to compare with: {_first_line(error)}"
+            trial.error = f"no text to compare with: {first_line(error)}"
         return {}
 
 
 def _row(shared: dict[str, Any], case: Case, trial: Trial, difference: Difference | None) -> Row:
-    shared = {**shared, "variant": trial.variant.name, "stepped_aside": trial.stepped_aside}
+    aside = () if trial.report is None else tuple(trial.report.stepped_aside)
+    shared = {**shared, "variant": trial.variant.name, "stepped_aside": aside}
     if trial.error is not None or trial.first is None:
         return Row(**shared, error=trial.error)
-    shared["same_text"] = difference is None or difference.is_rounding
+    shared["same_text"] = None if trial.variant.changes_numbers else difference is None or difference.is_rounding
     if difference is not None:
         shared |= dict(
             first_difference=difference.step, logit_gap=difference.gap, logit_gap_limit=difference.limit
         )  # fmt: skip
-    if not shared["same_text"]:
+    if shared["same_text"] is False:
         return Row(**shared)
     steps = [sample.step_s * 1e3 for sample in trial.samples]
     step = statistics.median(steps)
@@ -139,6 +140,8 @@ def _row(shared: dict[str, Any], case: Case, trial: Trial, difference: Differenc
         ttft_s=statistics.median(sample.ttft_s for sample in trial.samples),
         ready_s=trial.first.ready_s,
         peak_extra_gb=None if trial.peak_extra is None else trial.peak_extra / 1e9,
+        kv_bytes_per_token=None if trial.report is None else trial.report.kv_bytes_per_token,
+        peak_kv_bytes=None if trial.report is None else trial.report.peak_kv_bytes,
     )
 
 
@@ -156,6 +159,6 @@ def _forget(model: Any, before: set[str]) -> None:
     clean(model.device)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

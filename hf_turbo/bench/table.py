@@ -38,22 +38,22 @@ def table(rows: Sequence[Row]) -> RenderableType:
     grid.add_column("text", max_width=_VERDICT_WIDTH)
     for _, group in groupby(rows, key=lambda row: row.case):
         of_case = list(group)
-        grid.add_row(Text(_heading(of_case[0]), style="bold cyan"))
+        grid.add_row(Text(case_heading(of_case[0]), style="bold cyan"))
         grid.add_row(Text("floor", style="dim"), Text(short(of_case[0].floor_ms), style="dim"))
         for row in of_case:
             bad = row.is_refused or row.error is not None
             grid.add_row(Text(row.variant), *_figures(row), Text(row.verdict, style="red" if bad else ""))
         grid.add_row()
     notes = [Text(note) for note in _notes(rows)]
-    return Group(*([Text(_title(rows[0]), style="bold")] if rows else []), Text(), grid, *notes)
+    return Group(*([Text(run_title(rows[0]), style="bold")] if rows else []), Text(), grid, *notes)
 
 
-def _title(row: Row) -> str:
+def run_title(row: Row) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
     return f"{row.model}, {row.dtype}, {row.device}\n{versions}"
 
 
-def _heading(row: Row) -> str:
+def case_heading(row: Row) -> str:
     beams = f", {row.beams} beams" if row.beams > 1 else ""
     return f"{row.batch} x {row.prompt:,} + {row.new}{beams}"
 
@@ -77,6 +77,6 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes = [_LEGEND]
     for row in rows:
         if len(row.verdict) > _VERDICT_WIDTH:
-            notes.append(f"{_heading(row)}, {row.variant}: {row.verdict}")
-        notes += [f"{_heading(row)}, {row.variant}: stepped aside: {reason}" for reason in row.stepped_aside]
+            notes.append(f"{case_heading(row)}, {row.variant}: {row.verdict}")
+        notes += [f"{case_heading(row)}, {row.variant}: stepped aside: {reason}" for reason in row.stepped_aside]
     return notes

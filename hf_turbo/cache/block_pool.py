@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ..ops.kv_format import KV_FORMATS, KVFormat
 from .block_group import BlockGroup
 from .coded_group import CodedGroup
+
+#: Formats that not all keys can take, and what a layer's are kept as until it is settled whether they can.
+_UNTIL_SETTLED = {"int4": "int8"}
 
 
 class BlockPool:
@@ -16,7 +18,7 @@ class BlockPool:
     Args:
         block_size: tokens a block.
         kv_cache_dtype: what older blocks are kept as, a name of `KV_FORMATS`; None: what the model computes.
-        formats: layer -> the name of its own format, where that is another one.
+        formats: layer -> the name of its format, once that is settled; see `CodedGroup.settle`.
     """
 
     def __init__(
@@ -24,7 +26,6 @@ class BlockPool:
     ) -> None:
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
-        #: To be settled before a layer stores its first token.
         self.formats: dict[int, str] = dict(formats or {})
         self.groups: dict[int | None, BlockGroup] = {}
         self._lock = threading.RLock()
@@ -41,10 +42,14 @@ class BlockPool:
         groups = list(self.groups.values())
         return groups + [group.codes for group in groups if group.codes is not None]
 
-    def format_of(self, layer_idx: int) -> KVFormat | None:
-        """What a layer's older blocks are kept as; None: what the model computes."""
-        name = self.formats.get(layer_idx, self.kv_cache_dtype)
-        return None if name is None else KV_FORMATS[name]
+    def is_settled(self, layer_idx: int) -> bool:
+        """Whether a layer's format is what it will be."""
+        return self.kv_cache_dtype not in _UNTIL_SETTLED or layer_idx in self.formats
+
+    @property
+    def protected_layers(self) -> dict[int, str]:
+        """Layers that are kept in another format than was asked for."""
+        return {layer: name for layer, name in self.formats.items() if name != self.kv_cache_dtype}
 
     def release(self) -> None:
         """Gives back the memory of blocks that no cache holds."""
@@ -54,7 +59,10 @@ class BlockPool:
     def _new_group(self, sliding_window: int | None) -> BlockGroup:
         if self.kv_cache_dtype is None:
             return BlockGroup(self.block_size, sliding_window, self._lock)
-        return CodedGroup(self.block_size, sliding_window, self._lock, self.formats, self.kv_cache_dtype)
+        wanted = self.kv_cache_dtype
+        return CodedGroup(
+            self.block_size, sliding_window, self._lock, self.formats, wanted, _UNTIL_SETTLED.get(wanted, wanted)
+        )
 
     def __reduce__(self) -> tuple[type[BlockPool], tuple[Any, ...]]:
         return BlockPool, (self.block_size, self.kv_cache_dtype, self.formats)

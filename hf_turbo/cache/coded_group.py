@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,9 @@ class CodedGroup(BlockGroup):
 
     Args:
         block_size, sliding_window, lock: as of `BlockGroup`.
-        formats: layer -> name of its format, where that is not the `default`; may change until a layer has a store.
-        default: name of the other layers' format.
+        formats: layer -> name of its format, the pool's; written by `settle`.
+        wanted: name of the format that was asked for.
+        default: name of the format of layers that are not in `formats`.
     """
 
     codes: BlockGroup
@@ -73,11 +74,13 @@ class CodedGroup(BlockGroup):
         block_size: int,
         sliding_window: int | None,
         lock: threading.RLock,
-        formats: Mapping[int, str],
+        formats: dict[int, str],
+        wanted: str,
         default: str,
     ) -> None:
         super().__init__(block_size, sliding_window, lock)
         self.codes = BlockGroup(block_size, sliding_window, lock)
+        self.wanted = wanted
         self._formats, self._default = formats, default
         self._code_addresses: dict[torch.device, tuple[Any, Any]] = {}  # of the layers that blocks were last coded in
 
@@ -91,6 +94,18 @@ class CodedGroup(BlockGroup):
             self.codes.ensure_free(1)
         codes = store.codes  # type: ignore[attr-defined]  # all stores here are `CodedStore`s
         return QuantizedKV(self.cover(store), self.codes.cover(codes), codes.format)
+
+    def is_settled(self, layer_idx: int) -> bool:
+        """Whether a layer's format is what it will be."""
+        return self._default == self.wanted or layer_idx in self._formats
+
+    def settle(self, layer_idx: int, name: str) -> None:
+        """Makes `name` the layer's format. Caches that hold its present store go on with that."""
+        with self._lock:
+            self._formats[layer_idx] = name
+            store = self.stores.get(layer_idx)
+            if isinstance(store, CodedStore) and store.codes.format.name != name:
+                del self.stores[layer_idx]
 
     def quantize_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
         """Writes wide blocks as codes in these layers, `(wide id, code id)`."""

@@ -116,9 +116,7 @@ class PagedLayer(CacheLayerMixin):
             plan = self.group.begin(start, num_rows, q_len, key_states.device, dense=True)
         if self.store is None or not self.store.matches(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
-        metadata = plan.store_metadata.on(key_states.device)
-        stored = plan.pack_stored(key_states), plan.pack_stored(value_states)
-        dispatch.store_kv(*stored, self.kv(), metadata, plan.keep_last)
+        self._store(plan, key_states, value_states)
         self.length = start + q_len
         if plan.dense:
             # A prompt of a quantized cache is attended to as it is.
@@ -127,6 +125,15 @@ class PagedLayer(CacheLayerMixin):
         setattr(key_states, LAYER_ATTRIBUTE, self)
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
+
+    def store_anew(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores the prompt that `update` has stored once more, in the pool's present store for this layer."""
+        self.store = self.group.table.group.store_for(self.layer_idx, key, value)
+        self._store(plan, key, value)
+
+    def _store(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        metadata = plan.store_metadata.on(key.device)
+        dispatch.store_kv(plan.pack_stored(key), plan.pack_stored(value), self.kv(), metadata, plan.keep_last)
 
     def kv(self) -> LayerKV | QuantizedKV:
         """The layer's blocks."""

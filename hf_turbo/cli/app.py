@@ -16,7 +16,8 @@ except ImportError as error:
     raise ImportError(f"the command line needs {error.name}: pip install 'hf-turbo[cli]'") from error
 
 from ..bench import cases as bench_cases
-from ..bench import models, plot, rows, run, table
+from ..bench import kv as bench_kv
+from ..bench import kv_plot, kv_table, models, plot, rows, run, table
 from ..patching import patch
 from ..quantization.data_free import quantize as quantize_model
 from ..report import report
@@ -37,6 +38,8 @@ app = typer.Typer(
 _MODEL_HELP = f"A folder, an id of the Hugging Face Hub, or one of: {models.known_names()}."
 _IN_HELP = f"A folder, an id of the Hugging Face Hub, or one of: {', '.join(get_args(SampleModelName))}."
 _GRID_DEFAULTS = {"batch": "1", "prompt": "128", "new": "128", "beams": "1"}
+#: Codes begin after some two hundred tokens.
+_KV_GRID_DEFAULTS = {**_GRID_DEFAULTS, "prompt": "1024"}
 _TABLE_WIDTH = 120  # where no terminal says
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
@@ -70,6 +73,21 @@ def bench(
             "transformers, hf_turbo)",
         ),
     ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT,...",
+            help="What kv_cache_dtype costs and gives: memory, speed and perplexity of int8, fp8, int4, or all of "
+            "them, beside the model's own dtype. Instead of --variants. The first 192 tokens of a text stay as they "
+            "are, so --prompt is 1024 if you don't say otherwise.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="A plain text that --kv measures perplexity on. (default: part of Newton's Opticks)"
+        ),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. (default: bf16 on a GPU, else fp32)")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu. (default: a GPU if there is one)")] = None,
     bits: Annotated[
@@ -92,7 +110,9 @@ def bench(
     """
     with _usage_errors():
         place = _device(device)
-        chosen = _cases(case, {"batch": batch, "prompt": prompt, "new": new, "beams": beams})
+        defaults = _GRID_DEFAULTS if kv is None else _KV_GRID_DEFAULTS
+        chosen = _cases(case, {"batch": batch, "prompt": prompt, "new": new, "beams": beams}, defaults)
+        formats = _formats(kv, text, variants)
         ways = bench_cases.parse_variants(variants or _default_variants(place))
         kind = _dtype(dtype, place)
         if plot_file is not None:
@@ -101,15 +121,11 @@ def bench(
         name = model if bits is None else f"{model}-int{bits}-g{group_size}"
         if bits is not None:
             quantize_model(loaded, bits, group_size)
-    found = []
-    with _progress(run.turns(chosen, ways, rounds)) as progress:
-        for row in run.run(name, loaded, chosen, ways, rounds, progress):
-            found.append(row)
-            if out is not None:
-                rows.append_row(row, out)
-    _console().print(table.table(found))
-    if plot_file is not None:
-        plot.draw(found, plot_file)
+        read = bench_kv.read_text(text, models.load_tokenizer(model)) if formats else None
+    if formats:
+        found = _compare_formats(name, loaded, chosen, formats, read, rounds, out, plot_file)
+    else:
+        found = _compare_variants(name, loaded, chosen, ways, rounds, out, plot_file)
     if any(row.is_refused for row in found) or all(row.error for row in found):
         raise typer.Exit(1)
 
@@ -154,10 +170,68 @@ def quantize(
             typer.echo(line)
 
 
-def _cases(written: list[str] | None, given: dict[str, str | None]) -> list[bench_cases.Case]:
+def _compare_variants(
+    name: str,
+    model: Any,
+    cases: list[bench_cases.Case],
+    variants: list[bench_cases.Variant],
+    rounds: int,
+    out: Path | None,
+    picture: Path | None,
+) -> list[rows.Row]:
+    found = []
+    with _progress(run.turns(cases, variants, rounds)) as progress:
+        for row in run.run(name, model, cases, variants, rounds, progress):
+            found.append(row)
+            _keep(row, out)
+    _console().print(table.table(found))
+    if picture is not None:
+        plot.draw(found, picture)
+    return found
+
+
+def _compare_formats(
+    name: str,
+    model: Any,
+    cases: list[bench_cases.Case],
+    formats: list[str],
+    text: bench_kv.Text | None,
+    rounds: int,
+    out: Path | None,
+    picture: Path | None,
+) -> list[rows.Row]:
+    found = []
+    with _progress(bench_kv.turns(cases, formats, text, rounds)) as progress:
+        for one in bench_kv.run(name, model, cases, formats, text, rounds, progress):
+            found.append(one)
+            _keep(one.decode, out)
+            _keep(one.quality, out)
+    _console().print(kv_table.table(found))
+    if picture is not None:
+        kv_plot.draw(found, picture)
+    return [one.decode for one in found]
+
+
+def _keep(row: rows.Row | rows.QualityRow | None, out: Path | None) -> None:
+    if row is not None and out is not None:
+        rows.append_row(row, out)
+
+
+def _formats(kv: str | None, text: Path | None, variants: str | None) -> list[str]:
+    """What --kv asks for; nothing without it."""
+    if kv is None:
+        if text is not None:
+            raise ValueError("--text is what --kv reads; give --kv, too")
+        return []
+    if variants is not None:
+        raise ValueError("--kv says it all; leave out --variants")
+    return bench_kv.parse_formats(kv)
+
+
+def _cases(written: list[str] | None, given: dict[str, str | None], defaults: dict[str, str]) -> list[bench_cases.Case]:
     """The cases asked for one by one, else those of the grid."""
     if not written:
-        filled = {name: text or _GRID_DEFAULTS[name] for name, text in given.items()}
+        filled = {name: text or defaults[name] for name, text in given.items()}
         return bench_cases.grid(filled["batch"], filled["prompt"], filled["new"], filled["beams"])
     if clash := [f"--{name}" for name, text in given.items() if text]:
         raise ValueError(f"--case says it all; leave out {', '.join(clash)}")

@@ -17,11 +17,13 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..cache.coded_group import CodedGroup
 from ..cache.forward_plan import ForwardPlan
 from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch, prompt
 from ..ops.deferred import DeferredMode
+from .key_check import check_keys
 from .step_attention import attend_step
 
 NAME = "hf_turbo"
@@ -162,6 +164,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     metadata = plan.metadata.on(query.device)
     if metadata.is_fresh:
+        _settle_format(layer, plan, query, key, value, scale, softcap)
         out = prompt.attend_prompt(
             query, key, value, plan.pack, metadata, scale, softcap, s_aux, _name(module).prompt_attention
         )
@@ -178,6 +181,32 @@ def attention(
             return stock()
     out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
     return plan.unpack(out).contiguous(), None
+
+
+def _settle_format(
+    layer: PagedLayer,
+    plan: ForwardPlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Settles what a layer's codes are, at the first prompt that is long enough to tell, which then is stored anew."""
+    blocks = layer.group.table.group
+    if plan.start > 0 or not isinstance(blocks, CodedGroup) or blocks.is_settled(layer.layer_idx):
+        return
+    lengths, window = plan.metadata.q_lens_cpu, blocks.sliding_window
+    verdict = check_keys(query, key, blocks.wanted, blocks.block_size, scale, lengths, window, softcap)
+    if verdict is None:
+        return
+    if verdict.format != blocks.wanted:
+        logger.warning(
+            "hf_turbo keeps the keys and values of layer %d in %s: with %s its attention would change by %.2f nats",
+            layer.layer_idx, verdict.format, blocks.wanted, verdict.divergences[blocks.wanted],
+        )  # fmt: skip
+    blocks.settle(layer.layer_idx, verdict.format)
+    layer.store_anew(plan, key, value)
 
 
 def _is_causal_window(mask_function: Callable[..., Any], window: int | None) -> bool:

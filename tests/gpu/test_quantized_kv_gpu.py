@@ -34,8 +34,8 @@ def same_text(models, inputs, new_tokens, seed=None, **options):
         texts.append(generate(model, given, new_tokens, **options).sequences.cpu())
         assert used_blocks(model) == 0
         assert_pool_accounts(model)
-        for group in groups(model).values():
-            assert group.codes.peak_blocks > 0, "nothing was read as codes: the test shows nothing"
+        if any(window is None or window > B for window in groups(model)):
+            assert any(group.codes.peak_blocks > 0 for group in groups(model).values()), "nothing was read as codes"
     if seed is None:
         assert torch.equal(*texts)
 
