@@ -86,9 +86,32 @@ def test_until_a_prompt_can_tell():
     assert generate(model, again, 3).sequences.shape[1] == first.sequences.shape[1] + 3
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_other_formats_are_taken_as_they_are(monkeypatch, kind):
+def test_int8_is_taken_as_it_is(monkeypatch):
     monkeypatch.setattr(attention, "check_keys", lambda *args: pytest.fail("nothing to settle"))
-    model = patched(0, kind)
+    model = patched(0, "int8")
     generate(model, prompt(1, 110), 4)
     assert hf_turbo.report(model).protected_layers == {}
+
+
+def test_fp8_is_checked_as_well():
+    """A layer that can't take it is in int8, at the same size."""
+    bytes_per_token = []
+    for layer in (None, 0):
+        model = patched(layer, "fp8")
+        if layer is not None:
+            model.model.layers[0].self_attn.k_proj.bias.data *= 10
+        generate(model, prompt(1, 110), 4)
+        report = hf_turbo.report(model)
+        assert report.protected_layers == ({} if layer is None else {0: "int8"})
+        bytes_per_token.append(report.kv_bytes_per_token)
+    assert bytes_per_token[0] == bytes_per_token[1]
+
+
+def test_when_nothing_suffices(caplog):
+    """The better format is taken, and it is said that it does not suffice."""
+    model = patched(0)
+    model.model.layers[0].self_attn.k_proj.bias.data *= 1000
+    with caplog.at_level(logging.WARNING, "hf_turbo"):
+        generate(model, prompt(1, 110), 4)
+    assert hf_turbo.report(model).protected_layers[0] == "int8"
+    assert any("too little, too" in record.message for record in caplog.records)

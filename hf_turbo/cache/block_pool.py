@@ -9,7 +9,7 @@ from .block_group import BlockGroup
 from .coded_group import CodedGroup
 
 #: Formats that not all keys can take, and what a layer's are kept as until it is settled whether they can.
-_UNTIL_SETTLED = {"int4": "int8"}
+_UNTIL_SETTLED = {"int4": "int8", "fp8": "int8"}
 
 
 class BlockPool:

@@ -201,9 +201,10 @@ def _settle_format(
     if verdict is None:
         return
     if verdict.format != blocks.wanted:
+        found = ", ".join(f"{name} {nats:.2g}" for name, nats in verdict.divergences.items())
         logger.warning(
-            "hf_turbo keeps the keys and values of layer %d in %s: with %s its attention would change by %.2f nats",
-            layer.layer_idx, verdict.format, blocks.wanted, verdict.divergences[blocks.wanted],
+            "hf_turbo keeps the keys and values of layer %d in %s%s: by so much would its attention change, in nats: %s",
+            layer.layer_idx, verdict.format, "" if verdict.fits else ", which is too little, too", found,
         )  # fmt: skip
     blocks.settle(layer.layer_idx, verdict.format)
     layer.store_anew(plan, key, value)

@@ -18,20 +18,23 @@ from ..ops.kv_format import KV_FORMATS, KVFormat
 #: Keys and queries of a prompt that are looked at, at most: a bounded sample of one row, whatever the prompt.
 SAMPLE_KEYS = 512
 SAMPLE_QUERIES = 64
-#: Tokens of a prompt that a verdict takes, a block of the default size. Within 64, keys that rotate have shown their
-#: range: the figures are half of what 640 tokens give, or more; within 32 they can be a tenth.
+#: Tokens of a prompt that a verdict takes, a block of the default size. Within 64, keys with biases that rotate have
+#: shown their range: a third of what 640 tokens give, or more (half, near the limit); within 32, down to a twentieth.
 MIN_TOKENS = 64
-#: Divergence up to which keys can take a format, in nats. int4 by `benchmarks/key_bias.py`, and on four texts:
+#: Divergence up to which keys can take a format, in nats. Of int4, over the layers of real models at four texts:
+#: SmolLM2-135M median 0.01, worst 0.07; Gemma-3-270m median 0.01, worst 0.04. `benchmarks/key_bias.py`, perplexities
+#: by that of the wide cache:
 #:
-#:     SmolLM2-135M, 30 layers     median 0.012, worst 0.072     perplexity x 1.000
-#:     Gemma-3-270m, 18 layers     median 0.010, worst 0.044     perplexity x 1.003
-#:     SmolLM2 as a Qwen2, keys of the first and last layer with biases, first / last:
-#:         30 times, 3 channels    0.01 / 0.07                   perplexity x 1.000
-#:         100 times, 1 channel    0.05 / 0.40                   perplexity x 1.000
-#:         300 times, 3 channels   1.8 / 4.7                     perplexity x 1.038
-#:         1000 times, 1 channel   2.5 / 10                      perplexity x 1.172
+#:     biases of the keys          first, last layer     int4 everywhere     int8 where the limit is passed
+#:     none                        0.002, 0.009          1.002               1.002 (nowhere)
+#:     30 times, 3 channels        0.014, 0.075          1.001               1.001 (nowhere)
+#:     30 times, 4 channels        0.044, 0.154          1.006               1.005 (last)
+#:     300 times, 1 channel        0.35, 2.1             1.007               0.999 (both)
+#:     300 times, 3 channels       1.8, 5.4              1.224               1.008 (both)
+#:     1000 times, 1 channel       2.4, 9.9              1.157               1.005 (both)
 #:
-#: int8 gives about 1/200 of these figures, fp8 1/5: so int8 is what helps.
+#: With biases, int8 gives 1/70 to 1/280 of int4's figures, fp8 a fifth to a half: the last two cases cost fp8 1.117
+#: and 1.038, and 1.005 and 1.003 with int8 where the limit is passed.
 LIMIT = 0.15
 _FALLBACK = "int8"
 

@@ -10,6 +10,7 @@ from tiny_models import build
 import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.ops.kv_format import KV_FORMATS
+from hf_turbo.patching import handle_of
 
 pytestmark = GPU
 B = 32
@@ -22,6 +23,7 @@ def pair(name, kind="int4", dtype=torch.float32, **options):
     models = build(architecture, **overrides).to(dtype), build(architecture, **overrides).to(dtype).cuda()
     for model in models:
         hf_turbo.patch(model, block_size=B, kv_cache_dtype=kind, **options)
+        handle_of(model).pool.formats |= dict.fromkeys(range(model.config.num_hidden_layers), kind)
     return models
 
 
