@@ -266,7 +266,7 @@ def test_r04_decode_expands_nothing(padding, head_dim):
 
     for _ in range(20):  # also past the edge of a block
         decode()
-    stored = sum(t.untyped_storage().nbytes() for g in _groups(model) for s in g._stores.values() for t in _tensors(s))
+    stored = sum(t.untyped_storage().nbytes() for g in _groups(model) for s in g.stores.values() for t in _tensors(s))
     assert stored <= 1.2 * kv_bytes(model, rows * (LONG + 40) - padding), "more is stored than the key-value heads"
     expanded = 32 * LONG * head_dim * model.dtype.itemsize  # K or V of one layer, repeated for the query heads
     with Memory() as memory:

@@ -150,7 +150,7 @@ def test_other_dtype_after_the_first_call():
     ids = prompt(2, 13)  # stock eager gives NaN for a padded row in float64
     with accelerated(model):
         assert torch.equal(new_text(model, ids), new_text(stock, ids))
-    assert {s.dtype for g in groups(model).values() for s in g._stores.values()} == {torch.float64}
+    assert {s.dtype for g in groups(model).values() for s in g.stores.values()} == {torch.float64}
 
 
 # accelerate's hooks
@@ -211,7 +211,7 @@ def test_layers_on_two_gpus(name, tmp_path):
     with accelerated(model):
         for options in ({}, dict(num_beams=3), dict(prefill_chunk_size=5)):
             assert torch.equal(new_text(model, batch, **options).cpu(), new_text(one, batch, **options).cpu())
-    places = {layer: store.device.index for g in groups(model).values() for layer, store in g._stores.items()}
+    places = {layer: store.device.index for g in groups(model).values() for layer, store in g.stores.items()}
     assert places == {0: 0, 1: 1}
     assert all(hasattr(layer, "_hf_hook") for layer in model.model.layers)
 

@@ -26,7 +26,7 @@ class Pair:
     """A cache with codes and a stock one that keeps everything."""
 
     def __init__(self, windows, kind):
-        self.pool, self.windows = BlockPool(B, kind), windows
+        self.pool, self.windows = BlockPool(B, kind, dict.fromkeys(range(len(windows)), kind)), windows
         self.paged = PagedCache(self.pool, windows)
         self.whole = Cache(layers=[DynamicLayer() for _ in windows])
         self.policy = Policy(kind, B)
