@@ -203,7 +203,7 @@ def _settle_format(
     if verdict.format != blocks.wanted:
         found = ", ".join(f"{name} {nats:.2g}" for name, nats in verdict.divergences.items())
         logger.warning(
-            "hf_turbo keeps the keys and values of layer %d in %s%s: by so much would its attention change, in nats: %s",
+            "hf_turbo keeps the keys and values of layer %d in %s%s; its attention would change by, in nats: %s",
             layer.layer_idx, verdict.format, "" if verdict.fits else ", which is too little, too", found,
         )  # fmt: skip
     blocks.settle(layer.layer_idx, verdict.format)
