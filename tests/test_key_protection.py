@@ -9,6 +9,7 @@ from kv_policy import follow_policy, whole_cache
 from tiny_models import build
 
 import hf_turbo
+from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import attention
 from hf_turbo.patching import handle_of
 
@@ -76,13 +77,13 @@ def test_until_a_prompt_can_tell():
         assert torch.equal(first.sequences, expected.sequences)
     assert policy.config.kv_policy.queries_with_codes
     assert "kept in int8 until" in str(hf_turbo.report(model))
-    cache = first.past_key_values
+    cache = first[CACHE_NAME]
     keys = [layer.keys.clone() for layer in cache.layers]
     generate(model, prompt(1, 110), 4)
     assert "kept in int8 until" not in str(hf_turbo.report(model))
     assert set(handle_of(model).pool.formats.values()) == {"int4"}
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, keys)), "a cache in int8 changed"
-    again = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences), "past_key_values": cache}
+    again = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences), CACHE_NAME: cache}
     assert generate(model, again, 3).sequences.shape[1] == first.sequences.shape[1] + 3
 
 

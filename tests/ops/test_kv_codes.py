@@ -235,3 +235,19 @@ def test_bytes_are_what_the_format_says(fmt, block_size, dim):
 @pytest.mark.parametrize("length, end", [(1, 1), (64, 1), (128, 1), (129, 1), (192, 1), (193, 2), (256, 2), (257, 3)])
 def test_end_of_codes(length, end):
     assert end_of_codes(length, 64) == end
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_q07_scales_are_each_block_s_own(name, size):
+    """Two heads up to 2,000, tiny numbers, and later tokens ten times as large as all before them."""
+    fmt, x = KV_FORMATS[name], torch.randn(4, 3, SIZE, 64) * size
+    x[1:3] *= 2000 / x[1:3].abs().max()
+    x[:, 2] *= 10
+    for back, data in ((fake_keys(x, name), kv_codes.quantize_keys(x, fmt)), (fake_values(x, name), None)):
+        assert back.isfinite().all()
+        errors = (back - x).flatten(2).norm(dim=2) / x.flatten(2).norm(dim=2)
+        assert errors.max() <= 0.07
+        if data is not None:
+            scales = data.view(torch.float16)[..., SIZE * 32 : SIZE * 32 + 64]
+            assert (scales != 1).all() and (scales > 0).all()
