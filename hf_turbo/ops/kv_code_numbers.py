@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 def _asm(*lines: str) -> str:
-    """Instructions on two words, `x`; `one` is two times 1024.0."""
+    """Instructions, and the registers that they work in."""
     registers = [".reg .b32 one, x, y, off, part;", ".reg .b16 h0, h1;"]
     return "\n".join(["{", *registers, *(f"{line};" for line in lines), "}"])
 
