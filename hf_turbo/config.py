@@ -30,8 +30,12 @@ class TurboConfig:
             and residuals together where a kernel knows how.
         kv_cache_dtype: what keys and values of older blocks are kept as: "int8", "fp8" (e4m3) or "int4". The first
             block of a text and the last ones stay in the model's dtype. None: all do.
+        speculation: `PromptLookup()`, `DraftModel(model)` or `Medusa(path)`: proposes tokens at every call of
+            `generate()`, which are verified together; the text stays the model's own. None: only calls that ask for
+            it by Transformers' arguments draft.
 
     Raises:
+        TypeError: `speculation` is none of these.
         ValueError: a value that is not allowed.
         ImportError: a package asked for by name is missing.
     """
@@ -41,6 +45,7 @@ class TurboConfig:
     cuda_graphs: bool = True
     fused_layers: bool = True
     kv_cache_dtype: KVCacheDtype | None = None
+    speculation: Any = None
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -48,6 +53,8 @@ class TurboConfig:
             raise ValueError(f"block_size={size!r}: give 1, 2, 4, a multiple of 8 up to 256, or None")
         if self.kv_cache_dtype is not None:
             self._check_kv_cache_dtype()
+        if self.speculation is not None and not hasattr(self.speculation, "attach"):
+            raise TypeError(f"speculation={self.speculation!r}: give PromptLookup(), DraftModel(model) or Medusa(path)")
         if self.prompt_attention not in get_args(PromptAttention):
             raise ValueError(
                 f"prompt_attention={self.prompt_attention!r}: one of {', '.join(get_args(PromptAttention))}"

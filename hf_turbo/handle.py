@@ -48,6 +48,15 @@ class PatchHandle:
         #: Quantized linears of other libraries that ours stand in for.
         self.taken_over = TakenOver()
         self.steps = StepGraphs(self)
+        #: What proposes tokens at every call; None where that is not asked for.
+        self.speculation: Any = None
+        #: By what was asked for: a drafter, and its pace.
+        self.drafters: dict[str, tuple[Any, Any]] = {}
+        #: Whether drafts have been verified with this model, and why they can't be; None where that is not known.
+        self.drafts_work = False
+        self.no_drafts: str | None = None
+        #: Patches another model for the length of a `with` block.
+        self.borrow: Any = None
         #: Whether long prompts go through the fused forward: not where that has failed.
         self.fuses_prompts = config.fused_layers
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
+from .generation.assisted import drafter_for
 from .generation.mixin import original_class, patched_class
 from .handle import PatchHandle
 from .modeling.attention import AttentionName, register
@@ -55,6 +56,7 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
         unpatch(target)
     register()
     handle = PatchHandle(turbo_config, target.device.type)
+    handle.borrow = _borrowed
     if reason := why_not(target):
         handle.model_reason = reason
         handle.step_aside(reason)
@@ -62,6 +64,12 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
         _fill(handle, target)
     target.__dict__[_HANDLE] = handle
     target.__class__ = patched_class(type(target))  # type: ignore[arg-type]
+    if turbo_config.speculation is not None and not handle.model_reason:
+        try:
+            handle.speculation = drafter_for(target, turbo_config.speculation)
+        except BaseException:
+            unpatch(target)
+            raise
     return model
 
 
@@ -92,6 +100,16 @@ def patched(model: Model, config: TurboConfig | None = None, **options: Any) -> 
         unpatch(model)
         if before is not None:
             patch(model, before)
+
+
+@contextmanager
+def _borrowed(model: Any) -> Iterator[Any]:
+    """A model that is not the user's to see patched: patched within the block, unless it was before."""
+    if is_patched(model):
+        yield model
+    else:
+        with patched(model):
+            yield model
 
 
 def release(model: nn.Module) -> None:

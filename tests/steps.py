@@ -18,7 +18,7 @@ class Step(StepGraph):
         for window, group in self.groups.items():
             table, metadata = cache.groups[window].table, group.plan.metadata
             metadata.seq_lens_cpu = self.seq_lens.tolist()
-            metadata.q_lens_cpu = [1] * self.num_rows
+            metadata.q_lens_cpu = [self.num_nodes] * len(self.seq_lens)
             metadata.block_ids_cpu = [list(row) for row in table.rows]
             metadata.first_blocks_cpu = list(table.first)
             metadata.coded_rows = table.coded_rows()

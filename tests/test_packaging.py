@@ -23,6 +23,7 @@ LAYERS = [
     {"generation"},
     {"patching"},
     {"report"},
+    {"training"},
     {"sample_models", "__init__"},
     {"bench"},
     {"cli"},

@@ -80,7 +80,7 @@ def captures(monkeypatch):
     """`StepGraphs` without a GPU: its graphs note with which arguments they were made."""
 
     class Recorded(Step):
-        def capture(self, forward, pool, stream):
+        def capture(self, forward, pool, stream, watch=None):
             self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
             self._bases = []
             self.forward = forward
@@ -88,8 +88,8 @@ def captures(monkeypatch):
         def replay(self, cache, num_rows):
             return self.result(self.output, cache, num_rows)
 
-        def compute(self, forward):
-            self.output = super().compute(forward)
+        def compute(self, forward, watch=None):
+            self.output = super().compute(forward, watch)
             return self.output
 
     monkeypatch.setattr(graphs, "StepGraph", Recorded)

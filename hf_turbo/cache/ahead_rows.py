@@ -78,7 +78,7 @@ class AheadRows:
         lengths = self._cache.layout.lengths(start)
         for group in self._groups.values():
             group.catch_up(rows, lengths)
-        self._cache.layout.padding = [self._cache.layout.padding[row] for row in rows]
+        self._cache.layout.select(rows)
         if keep_step:
             self._cache.finish_step(start + 1)
         for ahead in self._groups.values():

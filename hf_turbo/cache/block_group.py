@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..ops.block_ids import SEGMENT_BITS, SEGMENT_MASK
-from ..ops.dispatch import layer_addresses, uses_triton
+from ..ops.dispatch import layer_addresses, move_kv, token_addresses, uses_triton
 from ..ops.metadata import LayerKV, QuantizedKV
 from ..ops.transfer import to_device
 from .block_manager import BlockManager
@@ -128,6 +128,7 @@ class BlockGroup:
         self.peak_blocks = 0
         self.copied_blocks = 0
         self._addresses: tuple[Any, Any] | None = None  # of the layers that blocks were last copied in
+        self._token_addresses: dict[torch.device, tuple[Any, Any]] = {}  # and tokens were last moved in
         self._lock = lock
 
     #: Of the group's blocks that are codes; None where none are.
@@ -214,6 +215,25 @@ class BlockGroup:
         else:
             self.copy_blocks(stores, [(a, b) for a, b in pairs.tolist() if a != b])
 
+    def move_tokens(
+        self,
+        stores: Sequence[LayerStore],
+        block_tables: torch.Tensor,
+        bases: torch.Tensor,
+        path: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Moves tokens within their rows in these layers, which are on one device; see `reference.move_kv`."""
+        if not uses_triton(block_tables.device):
+            move_kv([self.cover(store) for store in stores], block_tables, bases, path, counts)
+            return
+        key = (tuple(map(weakref.ref, stores)), self.manager.version)
+        known = self._token_addresses.get(block_tables.device)
+        if known is None or known[0] != key:
+            known = (key, token_addresses([self.cover(store) for store in stores]))
+            self._token_addresses[block_tables.device] = known
+        known[1].move(block_tables, bases, path, counts)
+
     def _new_store(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
         return LayerStore(key, value, self.block_size)
 
@@ -245,3 +265,11 @@ class BlockGroup:
                 self.stores.clear()
             for store in self.stores.values():
                 store.cover(self.manager.segment_sizes)
+
+
+def by_device(stores: Sequence[LayerStore]) -> dict[torch.device, list[LayerStore]]:
+    """The stores on each device."""
+    found: dict[torch.device, list[LayerStore]] = {}
+    for store in stores:
+        found.setdefault(store.device, []).append(store)
+    return found

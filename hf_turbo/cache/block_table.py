@@ -80,6 +80,7 @@ class BlockTable:
         keep_from: Sequence[int],
         copies_per_row: int = 1,
         holds_new: bool = True,
+        reach: int = 0,
     ) -> Pairs:
         """Gives every row the blocks for its new tokens, and blocks of its own where it will write.
 
@@ -88,6 +89,7 @@ class BlockTable:
             keep_from: the first token of each row that must stay; blocks before it are given up or not taken.
             copies_per_row: so many neighbouring rows, all empty so far, are the same prompt and share its blocks.
             holds_new: of a quantized cache, as in `AttentionMetadata`.
+            reach: of a quantized cache: of the new tokens only so many stay at most, so no others become codes; 0: all.
 
         Returns:
             Blocks whose content must be copied before anything is written, as `(from, to)`. The caller releases

@@ -13,7 +13,7 @@ from ..ops import dispatch
 from ..ops.kv_format import KV_FORMATS, KVFormat
 from ..ops.metadata import QuantizedKV
 from ..ops.transfer import to_device
-from .block_group import BlockGroup, LayerStore
+from .block_group import BlockGroup, LayerStore, by_device
 
 #: What free code blocks are filled with where others get NaN: their scales are NaN then.
 _POISON = 0xFF
@@ -109,7 +109,7 @@ class CodedGroup(BlockGroup):
 
     def quantize_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
         """Writes wide blocks as codes in these layers, `(wide id, code id)`."""
-        for device, alike in _by_device(stores).items():
+        for device, alike in by_device(stores).items():
             if dispatch.uses_triton(device):
                 self._code_addresses_of(device, alike).quantize(to_device(pairs, device, torch.int32))
             else:
@@ -117,7 +117,7 @@ class CodedGroup(BlockGroup):
 
     def dequantize_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
         """Writes codes as wide blocks in these layers, `(code id, wide id)`."""
-        for device, alike in _by_device(stores).items():
+        for device, alike in by_device(stores).items():
             if dispatch.uses_triton(device):
                 self._code_addresses_of(device, alike).dequantize(to_device(pairs, device, torch.int32))
             else:
@@ -150,10 +150,3 @@ class CodedGroup(BlockGroup):
         if known is None or known[0] != key:
             known = self._code_addresses[device] = (key, dispatch.code_addresses([self.kv(store) for store in stores]))
         return known[1]
-
-
-def _by_device(stores: Sequence[LayerStore]) -> dict[torch.device, list[LayerStore]]:
-    found: dict[torch.device, list[LayerStore]] = {}
-    for store in stores:
-        found.setdefault(store.device, []).append(store)
-    return found

@@ -63,33 +63,36 @@ class CodedTable(BlockTable):
             first.append(self.first[row] + both)
         return rows, first, coded
 
-    def flush(self, lengths: Sequence[int], keep_from: Sequence[int], quantize: Recode) -> None:
-        """Makes codes of the blocks that the tokens after these lengths read as such and that are none yet.
+    def flush(
+        self, lengths: Sequence[int], keep_from: Sequence[int], quantize: Recode, reach: int = 1
+    ) -> None:
+        """Makes codes of the blocks that the next tokens after these lengths read as such and that are none yet.
 
         Args:
             keep_from: the first token of each row that is still read.
             quantize: writes wide blocks as codes, `(wide id, code id)`.
+            reach: how many next tokens, no more than a block.
         """
         size = self.group.block_size
-        if all(length % size for length in lengths):
+        if all((length + reach - 1) % size >= reach for length in lengths):
             return
-        places: dict[int, list[int]] = defaultdict(list)  # wide block -> the rows that hold it
+        places: dict[tuple[int, int], list[int]] = defaultdict(list)  # (column, wide block) -> the rows that hold it
         for row, (length, keep) in enumerate(zip(lengths, keep_from, strict=True)):
-            block = end_of_codes(length + 1, size) - 1
-            if block >= max(keep // size, 1) and self._end_of_codes(row) <= block:
-                places[self.rows[row][block - self.first[row]]].append(row)
+            first, end = max(keep // size, 1), end_of_codes(length + reach, size)
+            for block in range(max(first, self._end_of_codes(row)) if first < end else end, end):
+                places[block, self.rows[row][block - self.first[row]]].append(row)
         if not places:
             return
         ids = self.group.codes.allocate(len(places))
         try:
-            quantize(list(zip(places, ids, strict=True)))
+            quantize([(wide, code) for (_, wide), code in zip(places, ids, strict=True)])
         except BaseException:
             self.group.codes.release(ids)
             raise
-        for rows, code in zip(places.values(), ids, strict=True):
+        for ((column, _), rows), code in zip(places.items(), ids, strict=True):
             self.group.codes.retain([code] * (len(rows) - 1))
             for row in rows:
-                self.codes.append(row, end_of_codes(lengths[row] + 1, size) - 1, code)
+                self.codes.append(row, column, code)
 
     def grow(
         self,
@@ -98,6 +101,7 @@ class CodedTable(BlockTable):
         keep_from: Sequence[int],
         copies_per_row: int = 1,
         holds_new: bool = True,
+        reach: int = 0,
     ) -> Pairs:
         """As `BlockTable.grow`, for both kinds of blocks, after `flush`.
 
@@ -123,7 +127,7 @@ class CodedTable(BlockTable):
                 else:
                     self._hold_from(row, tail, window)
             tails.append(tail * size)
-            code_ends.append(end_of_codes(new, size) * size)
+            code_ends.append(end_of_codes(old + reach if reach else new, size) * size)
             codes_from.append(max(window, 1) * size)
         code_starts = [end if old else 0 for old, end in zip(old_lens, code_ends, strict=True)]
         self.codes.grow(code_starts, code_ends, codes_from, copies_per_row)

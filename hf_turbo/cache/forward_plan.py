@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ..ops.metadata import AttentionMetadata
+from ..ops.metadata import AttentionMetadata, TreeNodes
 from ..ops.transfer import to_device
 from .block_table import BlockTable
+from .token_tree import TokenTree
 
 
 @dataclass
@@ -22,21 +23,50 @@ class RowLayout:
     from `padding[row]` on.
 
     Args:
-        padding: leading columns of each row that are padding.
+        padding: leading columns of each row that hold none of its tokens.
+        behind: how many of those are there because the row has fewer tokens than another (speculation); the others
+            are left padding. Empty where there are none.
         copies_per_row: so many neighbouring rows begin with the same prompt (beams, return sequences).
         columns_read: columns of the last mask that was read, if it was left padding; 0 if not.
         only_ones_follow: who runs the model promises that each mask is the last one read, with ones after it: it is
             not fetched from the device.
+        tree: the shape of the drafts that the next forward verifies, with a row of the batch for each node of each row
+            and one column; None: it is an ordinary one.
     """
 
     padding: list[int] = field(default_factory=list)
+    behind: list[int] = field(default_factory=list)
     copies_per_row: int = 1
     columns_read: int = 0
     only_ones_follow: bool = False
+    tree: TokenTree | None = None
 
     def lengths(self, num_columns: int) -> list[int]:
         """Stored tokens of each row after so many columns."""
         return [max(num_columns - pad, 0) for pad in self.padding]
+
+    def left_padding(self) -> list[int]:
+        """Leading columns of each row that the first mask called padding."""
+        return [pad - lag for pad, lag in zip(self.padding, self.behind, strict=True)] if self.behind else self.padding
+
+    def set_lengths(self, lengths: Sequence[int]) -> int:
+        """Takes in how many tokens each row has; the answer is how many columns those are."""
+        left = self.left_padding()
+        num_columns = max((pad + n for pad, n in zip(left, lengths, strict=True)), default=0)
+        self.padding = [num_columns - n for n in lengths]
+        behind = [pad - lead for pad, lead in zip(self.padding, left, strict=True)]
+        self.behind = behind if any(behind) else []
+        return num_columns
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Makes row `i` what row `rows[i]` is."""
+        self.padding = [self.padding[row] for row in rows]
+        if self.behind:
+            self.behind = [self.behind[row] for row in rows]
+
+    def copy(self) -> RowLayout:
+        """The same for another cache."""
+        return RowLayout(list(self.padding), list(self.behind), self.copies_per_row)
 
     def read_padding(self, attention_mask: torch.Tensor | None, num_rows: int, start: int, q_len: int) -> bool:
         """Takes in a 2D mask (1 where a column is a real token) before a forward of `q_len` columns.
@@ -79,22 +109,25 @@ class ForwardPlan:
 
     Args:
         start: columns before this forward.
-        q_len: columns of this forward, padding included.
+        num_rows, q_len: rows of the batch and columns of this forward, padding included.
         metadata: for attention, all rows.
         store_metadata: for storing: the first row of every group of equal prompts.
         keep_last: store only so many tokens at the end of each row; None for all.
         dense: the layers return plain keys and values, as a stock cache would.
+        is_tree: the batch has a row for each node of a token tree; `metadata` has one sequence for each tree.
         query_index: int64 `[total_q]`, the real tokens among the `batch * q_len` columns; None when all are.
         store_index: the same for the rows that are stored.
         stock_mask: makes the mask that the stock attention would have had.
     """
 
     start: int
+    num_rows: int
     q_len: int
     metadata: AttentionMetadata
     store_metadata: AttentionMetadata
     keep_last: int | None
     dense: bool
+    is_tree: bool = False
     copies_per_row: int = 1
     query_index: torch.Tensor | None = None
     store_index: torch.Tensor | None = None
@@ -102,7 +135,7 @@ class ForwardPlan:
 
     def fits(self, start: int, num_rows: int, q_len: int) -> bool:
         """Whether this is the plan of the forward that brings these tokens."""
-        return (start, num_rows, q_len) == (self.start, self.metadata.num_seqs, self.q_len)
+        return (start, num_rows, q_len) == (self.start, self.num_rows, self.q_len)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[batch, heads, q_len, dim]` -> `[total_q, heads, dim]`, padding left out."""
@@ -114,11 +147,10 @@ class ForwardPlan:
 
     def unpack(self, out: torch.Tensor) -> torch.Tensor:
         """`[total_q, heads, dim]` -> `[batch, q_len, heads, dim]`, zeros at padding."""
-        batch = self.metadata.num_seqs
         if self.query_index is not None:
             index = self.query_index.to(out.device)
-            out = out.new_zeros(batch * self.q_len, *out.shape[1:]).index_copy_(0, index, out)
-        return out.view(batch, self.q_len, *out.shape[1:])
+            out = out.new_zeros(self.num_rows * self.q_len, *out.shape[1:]).index_copy_(0, index, out)
+        return out.view(self.num_rows, self.q_len, *out.shape[1:])
 
 
 def make_plan(
@@ -150,27 +182,7 @@ def make_plan(
     copies = table.grow(old_lens, new_lens, keep_from, copies_per_row, holds_new)
 
     def metadata(step: int) -> AttentionMetadata:
-        q_lens = [new - old for old, new in zip(old_lens[::step], new_lens[::step], strict=True)]
-        num_rows = len(q_lens)
-        aligned = [0] * (-num_rows % 4)  # kernels are specialised on pointers that are multiples of 16 bytes
-        both = [*new_lens[::step], *aligned, 0, *itertools.accumulate(q_lens)]
-        lens_and_starts = to_device(both, device, torch.int32)
-        return AttentionMetadata(
-            block_tables=table.tensor(device)[::step],
-            seq_lens=lens_and_starts[:num_rows],
-            cu_seqlens_q=lens_and_starts[num_rows + len(aligned) :],
-            max_seqlen_q=max(q_lens, default=0),
-            max_seqlen_k=max(new_lens, default=0),
-            sliding_window=table.group.sliding_window,
-            is_fresh=is_fresh,
-            seq_lens_cpu=new_lens[::step],
-            q_lens_cpu=q_lens,
-            block_ids_cpu=table.rows[::step],
-            first_blocks_cpu=table.first[::step],
-            code_tables=None if codes is None else codes.tensor(device)[::step],
-            coded_rows=table.coded_rows(step),
-            holds_new=holds_new,
-        )
+        return _metadata(table, old_lens, new_lens, device, step, is_fresh, holds_new)
 
     full = metadata(1)
     stored = sum(full.q_lens_cpu[::copies_per_row])
@@ -178,6 +190,7 @@ def make_plan(
     table.group.shared_tokens += sum(full.q_lens_cpu) - stored
     plan = ForwardPlan(
         start,
+        len(new_lens),
         q_len,
         full,
         full if copies_per_row == 1 else metadata(copies_per_row),
@@ -188,6 +201,66 @@ def make_plan(
         store_index=_real_tokens(full.q_lens_cpu[::copies_per_row], q_len, device),
     )
     return plan, copies
+
+
+def make_tree_plan(
+    table: BlockTable, layout: RowLayout, start: int, tree: TokenTree, keep_window: int | None, device: torch.device
+) -> tuple[ForwardPlan, list[tuple[int, int]]]:
+    """The same for a forward of a token tree after each row: a row of the batch for each node, one column.
+
+    Args:
+        start, keep_window: as in `make_plan`. Every row has tokens.
+        tree: the shape of the drafts.
+    """
+    old_lens = layout.lengths(start)
+    new_lens = [length + tree.num_nodes for length in old_lens]
+    keep_from = [max(length - keep_window + 1, 0) if keep_window else 0 for length in old_lens]
+    copies = table.grow(old_lens, new_lens, keep_from, reach=tree.max_depth + 1)
+    nodes = None if tree.is_chain else tree_nodes(tree, table.group.sliding_window, len(old_lens), device)
+    full = _metadata(table, old_lens, new_lens, device, tree=nodes)
+    num_rows = len(old_lens) * tree.num_nodes
+    return ForwardPlan(start, num_rows, 1, full, full, keep_last=None, dense=False, is_tree=True), copies
+
+
+def tree_nodes(tree: TokenTree, window: int | None, num_seqs: int, device: torch.device) -> TreeNodes:
+    """What attention needs to know of a tree that every sequence has."""
+    masks = to_device(tree.ancestor_masks(window) * num_seqs, device, torch.int64)
+    return TreeNodes(masks, to_device(tree.depths * num_seqs, device, torch.int32))
+
+
+def _metadata(
+    table: BlockTable,
+    old_lens: Sequence[int],
+    new_lens: Sequence[int],
+    device: torch.device,
+    step: int = 1,
+    is_fresh: bool = False,
+    holds_new: bool = True,
+    tree: TreeNodes | None = None,
+) -> AttentionMetadata:
+    """The geometry of every `step`-th row."""
+    q_lens = [new - old for old, new in zip(old_lens[::step], new_lens[::step], strict=True)]
+    num_rows = len(q_lens)
+    aligned = [0] * (-num_rows % 4)  # kernels are specialised on pointers that are multiples of 16 bytes
+    both = [*new_lens[::step], *aligned, 0, *itertools.accumulate(q_lens)]
+    lens_and_starts = to_device(both, device, torch.int32)
+    return AttentionMetadata(
+        block_tables=table.tensor(device)[::step],
+        seq_lens=lens_and_starts[:num_rows],
+        cu_seqlens_q=lens_and_starts[num_rows + len(aligned) :],
+        max_seqlen_q=max(q_lens, default=0),
+        max_seqlen_k=max(new_lens, default=0),
+        sliding_window=table.group.sliding_window,
+        is_fresh=is_fresh,
+        seq_lens_cpu=list(new_lens[::step]),
+        q_lens_cpu=q_lens,
+        block_ids_cpu=table.rows[::step],
+        first_blocks_cpu=table.first[::step],
+        code_tables=None if table.codes is None else table.codes.tensor(device)[::step],
+        coded_rows=table.coded_rows(step),
+        holds_new=holds_new,
+        tree=tree,
+    )
 
 
 def _real_tokens(q_lens: Sequence[int], q_len: int, device: torch.device) -> torch.Tensor | None:

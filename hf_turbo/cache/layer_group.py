@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .block_group import LayerStore
+from ..ops.transfer import to_device
+from .block_group import LayerStore, by_device
 from .block_table import BlockTable, Pairs
 from .coded_group import CodedGroup
 from .coded_table import CodedTable
-from .forward_plan import ForwardPlan, RowLayout, make_plan
+from .forward_plan import ForwardPlan, RowLayout, make_plan, make_tree_plan
+from .token_tree import TokenTree
 
 if TYPE_CHECKING:
     from .paged_cache import PagedLayer
@@ -76,29 +78,58 @@ class LayerGroup:
             self.first_column = 0 if self.plan.keep_last is None else max(q_len - self.plan.keep_last, 0)
         return self.plan
 
-    def advance(self, start: int) -> None:
-        """Takes blocks for one more column of every row after `start`; a captured step fills them."""
+    def begin_tree(self, start: int, tree: TokenTree, device: torch.device) -> ForwardPlan:
+        """The same for a token tree after each row: the forward has a row for each node, and one column."""
+        self._forget_failed(start)
+        self._flush(start, tree.max_depth + 1)
+        self.num_columns = start + tree.num_nodes
+        self.plan, copies = make_tree_plan(self.table, self.layout, start, tree, self.window_kept, device)
+        self._copy_blocks(copies)
+        return self.plan
+
+    def advance(self, start: int, num_nodes: int = 1, reach: int = 1) -> None:
+        """Takes blocks for one more column of every row after `start`; a captured step fills them.
+
+        Args:
+            num_nodes: or for the nodes of a token tree after each row.
+            reach: tokens that may stay of it.
+        """
         self.plan = None
         self._forget_failed(start)
-        self._flush(start)
-        self.num_columns = start + 1
-        old_lens, new_lens = self.layout.lengths(start), self.layout.lengths(start + 1)
-        self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start)))
+        self._flush(start, reach)
+        self.num_columns = start + num_nodes
+        old_lens = self.layout.lengths(start)
+        new_lens = [length + num_nodes for length in old_lens]
+        self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start), reach=reach))
         self.table.group.stored_tokens += len(new_lens)
+
+    def keep(self, lengths: Sequence[int], num_columns: int) -> None:
+        """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already."""
+        self.plan = None
+        self._crop_table(lengths)
+        self.num_columns = num_columns
+
+    def move_tokens(self, lengths: Sequence[int], path: torch.Tensor, counts: torch.Tensor) -> None:
+        """Moves the accepted nodes of a tree that follows so many tokens; see `PagedCache.move_accepted`."""
+        for device, stores in by_device(self.stores).items():
+            bases = to_device(list(lengths), device, torch.int32)
+            there = (x.to(device, torch.int32) for x in (path, counts))
+            self.table.group.move_tokens(stores, self.table.tensor(device), bases, *there)
 
     def crop(self, num_columns: int) -> None:
         """Forgets the columns from `num_columns` on."""
         self.plan = None
-        self._crop_table(num_columns)
+        self._crop_table(self.layout.lengths(num_columns))
         self.num_columns = num_columns
 
     def check_crop(self, num_columns: int) -> None:
         """Raises where the window before `num_columns` is gone already."""
         if self.sliding_window is None:
             return
+        left_padding = self.layout.left_padding()
         for row, length in enumerate(self.layout.lengths(num_columns)):
             oldest = max(length - self.sliding_window + 1, 0)
-            is_stored = oldest + self.layout.padding[row] >= self.first_column or not length
+            is_stored = oldest + left_padding[row] >= self.first_column or not length
             if not (is_stored and self.table.can_crop(row, length, oldest)):
                 raise RuntimeError(
                     f"can't crop to {num_columns} tokens: a layer with a sliding window of {self.sliding_window} has "
@@ -129,17 +160,16 @@ class LayerGroup:
         window = self.window_kept
         return [max(n - window + 1, 0) if window else 0 for n in self.layout.lengths(num_columns)]
 
-    def _flush(self, start: int) -> None:
-        """Of a quantized cache: makes codes of what the tokens after `start` read as codes."""
+    def _flush(self, start: int, reach: int = 1) -> None:
+        """Of a quantized cache: makes codes of what the `reach` tokens after `start` read as codes."""
         if isinstance(self.table, CodedTable):
-            self.table.flush(self.layout.lengths(start), self._kept_from(start), self._quantize)
+            self.table.flush(self.layout.lengths(start), self._kept_from(start), self._quantize, reach)
 
     def _forget_failed(self, start: int) -> None:
         if self.num_columns != start:  # a forward that took blocks, then failed
-            self._crop_table(start)
+            self._crop_table(self.layout.lengths(start))
 
-    def _crop_table(self, num_columns: int) -> None:
-        lengths = self.layout.lengths(num_columns)
+    def _crop_table(self, lengths: Sequence[int]) -> None:
         window = self.sliding_window
         kept = [max(n - window + 1, 0) if window else 0 for n in lengths]
         self.table.crop(lengths, kept, self._dequantize)

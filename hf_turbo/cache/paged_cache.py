@@ -25,6 +25,10 @@ from .layer_group import LayerGroup
 LAYER_ATTRIBUTE = "_hf_turbo_layer"
 
 
+class DraftsUnsuited(NotImplementedError):
+    """A model does something in a forward that drafted tokens can't be verified with. The message says what."""
+
+
 class MaskLength(int):
     """The key length that Transformers hands to the mask function, with the layer it was asked of."""
 
@@ -112,6 +116,10 @@ class PagedLayer(CacheLayerMixin):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         start, (num_rows, _, q_len, _) = self.length, key_states.shape
         plan = self.group.plan
+        if self.group.layout.tree is not None:
+            if plan is None or not plan.is_tree or not plan.fits(start, num_rows, q_len):
+                raise DraftsUnsuited("a layer makes no mask of Transformers' before it caches")
+            return self._update_tree(plan, key_states, value_states)
         if plan is None or not plan.fits(start, num_rows, q_len):
             plan = self.group.begin(start, num_rows, q_len, key_states.device, dense=True)
         if self.store is None or not self.store.matches(key_states, value_states):
@@ -122,6 +130,20 @@ class PagedLayer(CacheLayerMixin):
             # A prompt of a quantized cache is attended to as it is.
             sees_itself = plan.metadata.coded_rows is not None and start == 0
             return (key_states, value_states) if sees_itself else self.dense(self._first_column(start))
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        setattr(value_states, LAYER_ATTRIBUTE, self)
+        return key_states, value_states
+
+    def _update_tree(
+        self, plan: ForwardPlan, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores drafted tokens, which count once it is known which of them stay."""
+        if self.store is None or not self.store.matches(key_states, value_states):
+            self.lazy_initialization(key_states, value_states)
+        kv = self.kv()
+        wide = kv.wide if isinstance(kv, QuantizedKV) else kv  # a draft's block is never in codes
+        metadata = plan.metadata.on(key_states.device)
+        dispatch.store_kv(plan.pack(key_states), plan.pack(value_states), wide, metadata)
         setattr(key_states, LAYER_ATTRIBUTE, self)
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
@@ -209,6 +231,10 @@ class PagedCache(Cache):
         self.pool = pool
         #: A loop's promise: no code but its own has run since the model's last step, so the model has not changed.
         self.model_is_as_it_was = False
+        #: Whether others than the call that made it may look at it.
+        self.is_given = True
+        #: Where forwards leave what the model's head is given, if that is asked for: a `HeadInput`.
+        self.head_input: Any = None
         self.layout = RowLayout(copies_per_row=copies_per_row)
         tables = {window: _table(pool, window, expected_length) for window in set(sliding_windows)}
         self._adopt(tables, sliding_windows)
@@ -243,7 +269,7 @@ class PagedCache(Cache):
         """Forgets all tokens."""
         for group in self.groups.values():
             group.reset()
-        self.layout.padding, self.layout.copies_per_row = [], 1
+        self.layout.padding, self.layout.behind, self.layout.copies_per_row = [], [], 1
         self._set_length(0)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -260,9 +286,35 @@ class PagedCache(Cache):
         self._set_length(keep)
 
     def advance(self) -> None:
-        """Takes blocks for one more token of every row. `finish_step` counts it, once it is stored."""
+        """Takes blocks for one more token of every row. `finish_step` counts it, once it is stored.
+
+        While it verifies drafts, for all nodes of the tree; `keep` counts what stays of them.
+        """
+        tree = self.layout.tree
+        num_nodes, reach = (1, 1) if tree is None else (tree.num_nodes, tree.max_depth + 1)
         for group in self.groups.values():
-            group.advance(self.get_seq_length())
+            group.advance(self.get_seq_length(), num_nodes, reach)
+
+    def move_accepted(self, path: torch.Tensor, counts: torch.Tensor) -> None:
+        """After a forward of a tree: moves the nodes of each row's path to where the row's next tokens belong.
+
+        Args:
+            path: int64 `[batch, n]`, nodes of each row in order, the root first; node k or later at place k.
+            counts: int64 `[batch]`, how many of them.
+        """
+        for group in self.groups.values():
+            group.move_tokens(self.layout.lengths(self.get_seq_length()), path, counts)
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Makes rows so many tokens long, none longer than it is with what the last forward brought.
+
+        Rows may come to differ in length by other than their left padding: those that have fewer tokens count columns
+        before their first as padding.
+        """
+        num_columns = self.layout.set_lengths(lengths)
+        for group in self.groups.values():
+            group.keep(lengths, num_columns)
+        self._set_length(num_columns)
 
     def finish_step(self, length: int) -> None:
         """Counts the columns that a captured step has stored, or takes back what a failed forward has counted."""
@@ -288,7 +340,7 @@ class PagedCache(Cache):
             return
         for group in self.groups.values():
             group.select(rows)
-        self.layout.padding = [self.layout.padding[row] for row in rows]
+        self.layout.select(rows)
 
     def _set_length(self, length: int) -> None:
         for layer in self.layers:
@@ -297,8 +349,8 @@ class PagedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         other = PagedCache.__new__(PagedCache)
         memo[id(self)] = other
-        other.pool, other.model_is_as_it_was = self.pool, False
-        other.layout = RowLayout(list(self.layout.padding), self.layout.copies_per_row)
+        other.pool, other.model_is_as_it_was, other.head_input, other.is_given = self.pool, False, None, True
+        other.layout = self.layout.copy()
         windows = [layer.sliding_window for layer in self.layers]
         other._adopt({window: group.table.copy() for window, group in self.groups.items()}, windows)
         for window, group in self.groups.items():

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..ops.metadata import AttentionMetadata, LayerKV, QuantizedKV
+from ..ops.metadata import AttentionMetadata, LayerKV, QuantizedKV, TreeNodes
 from .block_group import BlockGroup, LayerStore
-from .forward_plan import ForwardPlan
+from .forward_plan import ForwardPlan, tree_nodes
 from .paged_cache import LAYER_ATTRIBUTE, MaskLength
+from .token_tree import TokenTree
 
 
 class StepUnsuited(Exception):
@@ -27,30 +28,51 @@ class StepGroup:
 
     Args:
         blocks: the pool's group.
-        num_rows: rows of the step, unused ones included; those have a length of 0.
         num_columns: blocks that a row can have.
-        seq_lens: int32 `[num_rows]`, shared by all groups.
-        cu_seqlens_q: int32 `[num_rows + 1]`, one query a row.
+        seq_lens: int32 `[num_rows]`, shared by all groups; unused rows have a length of 0.
+        cu_seqlens_q: int32 `[num_rows + 1]`, one query a row, or one for each node of a token tree.
+        tree: the shape of the drafts that the step verifies; another with as many nodes may be loaded later. None:
+            each row has one token.
     """
 
     def __init__(
-        self, blocks: BlockGroup, num_rows: int, num_columns: int, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor
+        self,
+        blocks: BlockGroup,
+        num_columns: int,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        tree: TokenTree | None = None,
     ) -> None:
+        num_rows, num_nodes = len(seq_lens), 1 if tree is None else tree.num_nodes
         self.blocks = blocks
         self.sliding_window = blocks.sliding_window
         self.block_tables = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=seq_lens.device)
+        self._tree = tree
+        self._nodes: TreeNodes | None = None
+        if tree is not None and not tree.is_chain:
+            self._nodes = tree_nodes(tree, self.sliding_window, num_rows, seq_lens.device)
         #: Of a quantized cache.
         self.code_tables = None if blocks.codes is None else torch.zeros_like(self.block_tables)
         metadata = AttentionMetadata(
             self.block_tables,
             seq_lens,
             cu_seqlens_q,
-            max_seqlen_q=1,
+            max_seqlen_q=num_nodes,
             max_seqlen_k=num_columns * blocks.block_size,
             sliding_window=blocks.sliding_window,
             code_tables=self.code_tables,
+            tree=self._nodes,
         )
-        self.plan = ForwardPlan(0, 1, metadata, metadata, keep_last=None, dense=False)
+        num_tokens = num_rows * num_nodes
+        self.plan = ForwardPlan(0, num_tokens, 1, metadata, metadata, keep_last=None, dense=False)
+
+    def load_tree(self, tree: TokenTree) -> None:
+        """Copies a tree's shape to where the step reads it."""
+        if self._nodes is not None and tree != self._tree:
+            newest = tree_nodes(tree, self.sliding_window, len(self.block_tables), self.block_tables.device)
+            self._nodes.masks.copy_(newest.masks)
+            self._nodes.depths.copy_(newest.depths)
+            self._tree = tree
 
     def load(self, block_tables: torch.Tensor, code_tables: torch.Tensor | None) -> None:
         """Copies a cache's tables, int32 `[rows, columns]`, to where the step reads them."""

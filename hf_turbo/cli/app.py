@@ -23,6 +23,7 @@ from ..quantization.data_free import quantize as quantize_model
 from ..report import report
 from ..sample_models import SampleModelName
 from . import quantize as quantizing
+from . import train_medusa as training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,6 +169,70 @@ def quantize(
     with _usage_errors():
         for line in quantizing.quantize(source, target, bits, group_size, not asymmetric, skip or ()):
             typer.echo(line)
+
+
+@app.command("train-medusa")
+def train_medusa(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_IN_HELP)],
+    data: Annotated[Path, typer.Option(dir_okay=False, help="Prompts: a .jsonl, .json, .csv, .parquet or .txt file.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="A folder for the heads, the log and the picture.")],
+    field: Annotated[
+        str | None,
+        typer.Option(
+            help="The field that holds the prompts: texts, or lists of messages. (default: the only one, or prompt, "
+            "messages, question, instruction or text)"
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="How many tokens beyond the next one are guessed.")] = 3,
+    layers: Annotated[int, typer.Option(help="Blocks of each head.")] = 1,
+    own_projection: Annotated[
+        bool, typer.Option("--own-projection", help="Train a vocabulary projection for each head, too.")
+    ] = False,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that the model says to a prompt, at most.")] = 256,
+    max_length: Annotated[int, typer.Option(help="Tokens of prompt and answer; longer prompts are left out.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="Of the answers; 0 takes the most likely token.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(help="Sequences that the model sees at once.")] = 64,
+    batch_tokens: Annotated[int, typer.Option(help="Positions that a training step sees.")] = 4096,
+    accumulate: Annotated[int, typer.Option(help="Such batches before the weights change.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="The highest; warmed up to, then a cosine down.")] = 1e-3,
+    epochs: Annotated[float, typer.Option(help="How often each position is seen.")] = 2.0,
+    steps: Annotated[int | None, typer.Option(help="Changes of the weights, instead of --epochs.")] = None,
+    held_out: Annotated[float, typer.Option(help="The fraction of answers that accuracies are measured on.")] = 0.05,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between states to go on from.")] = 500,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from what is in the folder; else begin anew and remove that.")
+    ] = True,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. (default: bf16 on a GPU, else fp32)")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu. (default: a GPU if there is one)")] = None,
+) -> None:
+    """Train Medusa heads on what a model says to prompts; the model stays as it is.
+
+    A run that was cut off goes on where it was when it is started again.
+    """
+    options = dict(
+        num_heads=heads,
+        num_layers=layers,
+        shared_projection=not own_projection,
+        gradient_accumulation=accumulate,
+        new_tokens=new_tokens,
+        max_length=max_length,
+        temperature=temperature,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        learning_rate=learning_rate,
+        epochs=epochs,
+        steps=steps,
+        held_out=held_out,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+    )
+    with _usage_errors():
+        place = training.own_device(_device(device))
+        trained = training.train(model, data, out, _dtype(dtype, place), place, field, resume, options)
+    if training.is_first_process():
+        _console().print(training.table(trained))
+        typer.echo(f"{out}: {heads} heads")
 
 
 def _compare_variants(

@@ -33,7 +33,7 @@ class Choice:
         self._is_plain = not (processors or self._samples or keeps)
         #: fp32 `[rows]`, NaN where the last step's probabilities were; None where that has been looked at.
         self.check: torch.Tensor | None = None
-        self._random = _RandomNumbers(device) if can_undo and self._samples else None
+        self._random = DeviceRandom(device) if can_undo and self._samples else None
 
     def __call__(self, sequences: Callable[[], torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
         """The next token of each row, int64 `[rows]`.
@@ -62,12 +62,13 @@ class Choice:
             if kept is not None:
                 del kept[-steps:]
         if self._random is not None:
-            self._random.give_back()
+            self._random.rewind(0)
 
     def _sample(self, scores: torch.Tensor) -> torch.Tensor:
         probabilities = torch.softmax(scores, dim=-1)
         if self._random is not None:
-            self._random.remember()
+            self._random.start()
+            self._random.before_draw()
         if self._device.type == "cuda":
             return self._sample_without_checks(probabilities)
         return torch.multinomial(probabilities, num_samples=1).squeeze(1)
@@ -82,8 +83,8 @@ class Choice:
         return tokens
 
 
-class _RandomNumbers:
-    """Where a device's default generator stood before the last draw."""
+class DeviceRandom:
+    """Where a device's default generator stood before the last draws: for those that turn out not to be needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -92,15 +93,21 @@ class _RandomNumbers:
             self._generator = torch.cuda.default_generators[index]
         else:
             self._generator = torch.default_generator
-        self._before: Any = None
+        self._before: list[Any] = []
 
-    def remember(self) -> None:
+    def start(self) -> None:
+        """Forgets the draws so far."""
+        self._before.clear()
+
+    def before_draw(self) -> None:
         """Call before each draw."""
-        self._before = self._generator.get_offset() if self._on_gpu else self._generator.get_state()
+        self._before.append(self._generator.get_offset() if self._on_gpu else self._generator.get_state())
 
-    def give_back(self) -> None:
-        """As if the last draw had not been: the next call of `generate()` samples what it would without us."""
+    def rewind(self, kept: int) -> None:
+        """As if no more than the first draws had been: what is sampled next is what it would be without the others."""
+        if kept >= len(self._before):
+            return
         if self._on_gpu:
-            self._generator.set_offset(self._before)
+            self._generator.set_offset(self._before[kept])
         else:
-            self._generator.set_state(self._before)
+            self._generator.set_state(self._before[kept])

@@ -6,6 +6,7 @@ user's own above all, is called exactly as often as Transformers' loop calls it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -23,13 +24,43 @@ _PROCESSORS = {
     "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor", "ExponentialDecayLengthPenalty",
     "InfNanRemoveLogitsProcessor", "LogitNormalization",
 }  # fmt: skip
+#: Those that look at the logits alone.
+_READ_NO_TEXT = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization",
+}  # fmt: skip
+#: Those that keep something of each row of the batch that they were made for.
+_BELONG_TO_ROWS = {"EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"}
 _CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria", "MaxTimeCriteria"}
+
+
+@dataclass(frozen=True)
+class ProcessorKinds:
+    """What a list of processors may be called with.
+
+    Args:
+        known: an extra call of every processor goes unnoticed.
+        by_row: they may be called with some rows of the batch, of any lengths.
+        read_no_text: what they answer depends on the logits alone.
+    """
+
+    known: bool
+    by_row: bool
+    read_no_text: bool
+
+    @classmethod
+    def of(cls, processors: LogitsProcessorList) -> ProcessorKinds:
+        """Of the processors that `generate()` made of its arguments."""
+        module = "transformers.generation.logits_process"
+        known = type(processors) is LogitsProcessorList and all(_is_one_of(p, module, _PROCESSORS) for p in processors)
+        names = {type(p).__name__ for p in processors}
+        return cls(known, known and not names & _BELONG_TO_ROWS, known and names <= _READ_NO_TEXT)
 
 
 def processors_are_known(processors: LogitsProcessorList) -> bool:
     """Whether an extra call of every processor goes unnoticed."""
-    module = "transformers.generation.logits_process"
-    return type(processors) is LogitsProcessorList and all(_is_one_of(p, module, _PROCESSORS) for p in processors)
+    return ProcessorKinds.of(processors).known
 
 
 def criteria_are_known(criteria: StoppingCriteriaList) -> bool:

@@ -7,11 +7,13 @@ from functools import cache, partial, wraps
 from typing import Any
 
 import torch
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..handle import PatchHandle
 from ..modeling.prompt_forward import forward_prompt
+from .assisted import assistance, for_own_checks, try_drafts
 from .beam_loop import beam_search, can_search
 from .loop import can_sample, sample
 
@@ -48,6 +50,7 @@ class TurboGenerationMixin:
         elif generation_config.use_cache is not False:
             length = generation_config.max_length or 0
             model_kwargs[CACHE_NAME] = handle.new_cache(copies_per_row=copies, expected_length=length)
+            model_kwargs[CACHE_NAME].is_given = False
             if generation_config.is_assistant:
                 model_kwargs[CACHE_NAME].activate_past_recording()
             return
@@ -65,13 +68,50 @@ class TurboGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        handle = self._hf_turbo
+        call = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        if handle.speculation is not None and not generation_config.is_assistant:
+            result = try_drafts(self, *call, model_kwargs, handle.speculation)
+            if result is not None:
+                return result
         if can_sample(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs):
             return sample(
                 self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
-        return super()._sample(  # type: ignore[misc]
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        return super()._sample(*call, **model_kwargs)  # type: ignore[misc]
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Any = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        drafter = assistance(self, generation_config, assistant_model, assistant_tokenizer, tokenizer)
+        if drafter is not None:
+            result = try_drafts(self, *call, model_kwargs, drafter)
+            if result is not None:
+                return result
+        if len(input_ids) > 1:  # Transformers' own assisted loop takes one row
+            self._hf_turbo.step_aside("drafts for several rows: the text comes token by token")
+            return self._sample(*call, **model_kwargs)
+        return super()._assisted_decoding(  # type: ignore[misc]
+            *call, inputs_tensor, assistant_model, assistant_tokenizer, tokenizer, **model_kwargs
         )
+
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: Any) -> None:
+        """Transformers' own checks, without those of what only its own assisted loop can't do."""
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and not self._hf_turbo.model_reason:
+            generation_config, mode_kwargs = for_own_checks(self, generation_config, mode_kwargs)
+        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)  # type: ignore[misc]
 
     def _beam_search(
         self,
@@ -141,6 +181,9 @@ def _forward_of(original: Any) -> Any:
         if not kwargs.keys().isdisjoint(named):
             return own(*args, **kwargs)  # an error that the model's own words fit
         kwargs |= named
+        watch = getattr(kwargs.get(CACHE_NAME), "head_input", None)
+        if watch is not None:
+            own = watch.wrapped(own)
         output = handle.steps.run(self, own, kwargs)
         if output is None and handle.fuses_prompts:
             output = forward_prompt(self, own, kwargs, handle.refuse_prompts)

@@ -8,6 +8,43 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 
+class TokenStops:
+    """The same for a row whose tokens are on the host, several at a time.
+
+    Args:
+        criteria: what `generate()` made of its arguments.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        self._eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()}
+        self._others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+        #: Columns of a text at most; None without a limit.
+        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
+
+    def cut(
+        self,
+        tokens: list[int],
+        length: int,
+        text: Callable[[int], torch.Tensor],
+        scores: Callable[[int], tuple[torch.Tensor, ...] | None],
+    ) -> tuple[list[int], bool]:
+        """Those of a row's new tokens that are before its end, and whether that is among them.
+
+        Args:
+            length: columns of the row before them.
+            text: makes the row's first so many columns, int64 `[1, columns]`.
+            scores: of so many new tokens, where they are kept.
+        """
+        for i, token in enumerate(tokens):
+            end = length + i + 1
+            ends = token in self._eos or (self.max_length is not None and end >= self.max_length)
+            for criterion in self._others:
+                ends |= bool(criterion(text(end), scores(i + 1)).item())  # each is asked, as Transformers asks them
+            if ends:
+                return tokens[: i + 1], True
+        return tokens, False
+
+
 class StopRules:
     """Stopping criteria, by what they need.
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..cache.coded_group import CodedGroup
 from ..cache.forward_plan import ForwardPlan
-from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
+from ..cache.paged_cache import LAYER_ATTRIBUTE, DraftsUnsuited, MaskLength, PagedLayer
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch, prompt
 from ..ops.deferred import DeferredMode
@@ -30,7 +30,7 @@ NAME = "hf_turbo"
 
 logger = logging.getLogger("hf_turbo")
 
-#: In a captured step: a mask that is made but that no layer may use.
+#: In a captured step, or one that verifies drafts: a mask that is made but that no layer may use.
 _OTHER_MASK = object()
 
 #: Arguments that reach an attention function without changing what it computes here.
@@ -96,6 +96,8 @@ def attention_mask(
     fits = plain and layer.group.sliding_window == local_size
     if isinstance(layer, StepLayer):
         return layer.group.plan if fits else _OTHER_MASK
+    if (tree := layer.group.layout.tree) is not None:
+        return layer.group.begin_tree(layer.length, tree, torch.device(device)) if fits else _OTHER_MASK
     if not fits:
         return stock_mask()
     if not layer.group.layout.read_padding(attention_mask, batch_size, layer.length, q_length):
@@ -138,6 +140,8 @@ def attention(
             return attention(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
     unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
+    if layer is not None and layer.group.layout.tree is not None and not (unchanged and plan is not None and plan.is_tree):
+        raise DraftsUnsuited("a mask is not the causal one, or a layer attends to something else than what it caches")
     if plan is not None and not unchanged:
         # What is in the cache is not what this layer attends to. In a first prompt it still has all it needs.
         reason = f"{type(module).__name__} changes keys or values after it has cached them, or reads another's"
@@ -158,6 +162,8 @@ def attention(
         return own(module, query, k, v, mask, scaling=scaling, dropout=dropout, **variants, **kwargs)
 
     if layer is None or plan is None or not unchanged or dropout or _unusual(kwargs):
+        if plan is not None and plan.is_tree:
+            raise DraftsUnsuited("dropout, or an attention argument that is not known")
         return stock()
     if query.dtype != key.dtype:  # under autocast
         query = query.to(key.dtype)

@@ -23,7 +23,7 @@ from ..config import TurboConfig
 from ..ops.dispatch import uses_triton
 from .fusion import STEP_RULES
 from .model_state import ModelState, is_watched, why_not_captured
-from .step_graph import Forward, StepGraph, StepInputs, bucket_of
+from .step_graph import Forward, StepGraph, StepInputs
 
 #: Graphs of one model at most; the one that was not used for longest goes.
 MAX_GRAPHS = 16
@@ -92,8 +92,9 @@ class StepGraphs:
         inputs = StepInputs.of(kwargs)
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
-        if bucket_of(inputs.num_rows) is None:
-            self._owner.step_aside("decode steps of more than 256 rows are not captured")
+        if inputs.num_seqs is None:
+            kind = "decode steps of more than 256 rows" if inputs.tree is None else "drafts of more than 512 tokens"
+            self._owner.step_aside(f"{kind} are not captured")
             return None
         device = inputs.tensors["input_ids"].device
         if torch.is_autocast_enabled("cuda"):  # it keeps copies of weights, for longer than a forward
@@ -164,9 +165,9 @@ class StepGraphs:
         """Whether the mask is the left padding that the cache was filled with."""
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
             return False
-        return cache.batch_size == inputs.num_rows and cache.layout.read_padding(
-            mask, inputs.num_rows, cache.get_seq_length(), 1
-        )
+        if cache.batch_size * inputs.num_nodes != inputs.num_rows:
+            return False
+        return inputs.tree is not None or cache.layout.read_padding(mask, inputs.num_rows, cache.get_seq_length(), 1)
 
     def _run(
         self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs
@@ -193,7 +194,7 @@ class StepGraphs:
             if not cache.model_is_as_it_was and self._state is not None and not self._state.unchanged():
                 self._drop_changed()  # that step was of a model that is no more
                 return None
-        if result is not None:
+        if result is not None and inputs.tree is None:
             cache.finish_step(start + 1)
         return result
 
@@ -215,8 +216,8 @@ class StepGraphs:
         self._order_streams()
         try:
             graph.load(cache, inputs)
-            result = graph.result(graph.compute(forward), cache, inputs.num_rows)
-            graph.capture(forward, self._pool, _capture_stream(graph.device))
+            result = graph.result(graph.compute(forward, cache.head_input), cache, inputs.num_rows)
+            graph.capture(forward, self._pool, _capture_stream(graph.device), cache.head_input)
         except StepUnsuited as error:
             self._refuse(str(error))
             return None

@@ -20,13 +20,18 @@ from ..cache.block_pool import BlockPool
 from ..cache.coded_group import CodedStore
 from ..cache.paged_cache import PagedCache
 from ..cache.step_cache import StepCache, StepGroup, StepUnsuited
+from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..ops.deferred import DeferredMode, Rule
+from .head_input import HeadInput
 from .model_state import settings
 
 Forward = Callable[..., Any]
 #: Block tables, int32 `[rows, columns]`, by sliding window.
 Tables = dict[int | None, torch.Tensor]
+
+#: Rows of a step at most that verifies drafts.
+_MAX_ROWS = 512
 
 #: Options that ask for what a graph's output does not hold.
 _SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_router_logits"})
@@ -48,15 +53,20 @@ class StepInputs:
         tensors: those of the step's own size, by name.
         options: the others, baked into the graph.
         num_rows: rows of the batch.
+        tree: the shape of the drafts that it verifies, a row for each node; None: one token a row of the cache.
+        watched: what the model's head is given is asked for, too.
     """
 
     tensors: dict[str, torch.Tensor]
     options: tuple[tuple[str, Any], ...]
     num_rows: int
+    tree: TokenTree | None = None
+    watched: bool = False
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> StepInputs | None:
         """None: these are not the arguments of a step that can be captured."""
+        cache = kwargs.get(CACHE_NAME)
         ids = kwargs.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
             return None
@@ -70,20 +80,40 @@ class StepInputs:
                 options.append((name, x))
             else:
                 return None
-        return cls(tensors, tuple(sorted(options)), len(ids))
+        by_name = tuple(sorted(options))
+        if cache is None:
+            return cls(tensors, by_name, len(ids))
+        return cls(tensors, by_name, len(ids), cache.layout.tree, cache.head_input is not None)
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows of the batch for each of the cache's."""
+        return 1 if self.tree is None else self.tree.num_nodes
+
+    @property
+    def num_seqs(self) -> int | None:
+        """The cache's rows that a graph has which serves the step; None: there is none for so many."""
+        bucket = bucket_of(self.num_rows // self.num_nodes)
+        return None if bucket is None or bucket * self.num_nodes > _MAX_ROWS else bucket
+
+    @property
+    def padded_rows(self) -> int:
+        """The batch's rows of such a graph."""
+        return (self.num_seqs or 0) * self.num_nodes
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a graph must have been captured with."""
         shapes = tuple((name, self.padded_shape(name), x.dtype) for name, x in self.tensors.items())
-        return bucket_of(self.num_rows), shapes, self.options, settings()
+        nodes = self.num_nodes, self.tree is None or self.tree.is_chain, self.watched
+        return self.num_seqs, nodes, shapes, self.options, settings()
 
     def padded_shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape with the bucket's rows for the batch's."""
+        """A tensor's shape with the graph's rows for the batch's."""
         shape = list(self.tensors[name].shape)
         dim = self.batch_dim(name)
         if dim is not None:
-            shape[dim] = bucket_of(self.num_rows) or self.num_rows
+            shape[dim] = self.padded_rows
         return tuple(shape)
 
     def batch_dim(self, name: str) -> int | None:
@@ -114,21 +144,24 @@ class StepGraph:
         num_columns: dict[int | None, int],
     ) -> None:
         self.device = inputs.tensors["input_ids"].device
-        self.num_rows = bucket_of(inputs.num_rows) or inputs.num_rows
+        self.num_rows = inputs.padded_rows
         self.options = dict(inputs.options)
         self.tensors = {
             name: torch.zeros(inputs.padded_shape(name), dtype=x.dtype, device=self.device)
             for name, x in inputs.tensors.items()
         }
-        self.seq_lens = torch.zeros(self.num_rows, dtype=torch.int32, device=self.device)
-        cu_seqlens_q = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
+        self.num_nodes = inputs.num_nodes
+        num_seqs = self.num_rows // self.num_nodes
+        self.seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=self.device)
+        cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * self.num_nodes
         self.groups = {
-            window: StepGroup(pool.group(window), self.num_rows, columns, self.seq_lens, cu_seqlens_q)
+            window: StepGroup(pool.group(window), columns, self.seq_lens, cu_seqlens_q, inputs.tree)
             for window, columns in num_columns.items()
         }
         self.cache = StepCache(self.groups, sliding_windows)
         self.rules = rules
         self.output: ModelOutput | None = None
+        self.head_input: torch.Tensor | None = None
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables_of: dict[int | None, tuple[int, ...] | None] = {}
@@ -152,10 +185,12 @@ class StepGraph:
             dim = inputs.batch_dim(name)
             target = self.tensors[name]
             (target if dim is None else target.narrow(dim, 0, inputs.num_rows)).copy_(x, non_blocking=True)
-        lens = cache.layout.lengths(cache.get_seq_length() + 1)
-        lens += [0] * (self.num_rows - len(lens))
+        lens = cache.layout.lengths(cache.get_seq_length() + self.num_nodes)
+        lens += [0] * (len(self.seq_lens) - len(lens))
         self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
         for window, group in self.groups.items():
+            if inputs.tree is not None:
+                group.load_tree(inputs.tree)
             table = cache.groups[window].table
             state = table.state if tables is None else None
             if state is None or self._tables_of.get(window) != state:
@@ -165,8 +200,12 @@ class StepGraph:
                     group.load(tables[window], (code_tables or {}).get(window))
                 self._tables_of[window] = state
 
-    def compute(self, forward: Forward) -> ModelOutput:
-        """Runs the step once, as it will be captured; what comes back is read before anything else runs."""
+    def compute(self, forward: Forward, watch: HeadInput | None = None) -> ModelOutput:
+        """Runs the step once, as it will be captured; what comes back is read before anything else runs.
+
+        Args:
+            watch: where the forward leaves what the model's head is given, if that is asked for.
+        """
         mode = DeferredMode(self.rules, self.device)
         with mode:
             output = forward(**self.tensors, **self.options, **{CACHE_NAME: self.cache})
@@ -178,9 +217,13 @@ class StepGraph:
                 output[name] = mode.tensor(x)
             elif x is not self.cache:
                 raise StepUnsuited(f"the forward's output has a {name} of type {type(x).__name__}")
+        if watch is not None:
+            self.head_input = mode.tensor(watch.take())
         return output
 
-    def capture(self, forward: Forward, pool: Any, stream: torch.cuda.Stream) -> None:
+    def capture(
+        self, forward: Forward, pool: Any, stream: torch.cuda.Stream, watch: HeadInput | None = None
+    ) -> None:
         """Records the step. Everything that it needs must have been compiled by `compute`."""
         was_enabled = gc.isenabled()
         gc.disable()  # what it would free might wait for the device, which a capture can't
@@ -191,7 +234,7 @@ class StepGraph:
                 with _own_random_state(self.device):
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    self.output = self.compute(forward)
+                    self.output = self.compute(forward, watch)
                 finally:
                     graph.capture_end()
                 self._graph = graph
@@ -206,7 +249,7 @@ class StepGraph:
         """Whether the graph reads this cache's blocks, and its rows fit."""
         if any(cache.layers[i].store is not store for i, store, *_ in self._bases):
             return False
-        longest = max(cache.layout.lengths(cache.get_seq_length() + 1), default=0)
+        longest = max(cache.layout.lengths(cache.get_seq_length() + self.num_nodes), default=0)
         for window, group in self.groups.items():
             if longest > group.block_tables.shape[1] * group.blocks.block_size:
                 return False
@@ -234,6 +277,8 @@ class StepGraph:
                 values[name] = (x[:num_rows] if x.dim() and len(x) == self.num_rows else x).clone()
             else:
                 values[name] = cache
+        if cache.head_input is not None and self.head_input is not None:
+            cache.head_input.value = self.head_input[:num_rows].clone()
         return type(output)(**values)
 
 

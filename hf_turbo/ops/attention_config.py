@@ -75,10 +75,17 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 @lru_cache(maxsize=4096)
 def choose_config(
-    rows: int, num_programs: int, k_dim: int, v_dim: int, dtype: torch.dtype, facts: DeviceFacts
+    rows: int,
+    num_programs: int,
+    k_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    facts: DeviceFacts,
+    is_tree: bool = False,
 ) -> AttentionConfig:
     """The table, by rows of a sequence (query tokens times heads of a group), (sequence, KV head) pairs, head
-    size, dtype and device. Measured on an H200 by benchmarks/attention.py; elsewhere chosen not to spill.
+    size, dtype, device, and whether queries are nodes of trees. Measured on an H200 by benchmarks/attention.py;
+    elsewhere, and for trees, chosen not to spill.
     """
     k_pad, v_pad = next_power_of_2(k_dim), next_power_of_2(v_dim)
     dim = max(k_pad, v_pad)
@@ -86,7 +93,7 @@ def choose_config(
     if dtype == torch.float32:
         # Dots on the CUDA cores hold their operands in registers: small tiles over many warps, or they spill.
         config = AttentionConfig(block_m=16, tile=32 if dim <= 128 else 16, num_warps=8, num_stages=2)
-    elif rows <= 64:
+    elif rows <= (32 if is_tree else 64):
         # Bound by memory: tiles of about 32 KB, two in flight, masks for free. Three such programs fit on a
         # multiprocessor; a few more would be a second wave that is mostly idle, so those get half the tile.
         crowded = rows <= 16 and num_programs > 3 * facts.num_sms
@@ -95,8 +102,16 @@ def choose_config(
             tile=max(32, min(128, 8192 // dim) // (2 if crowded else 1)),
             num_warps=2 if crowded else 4,
             num_stages=3,
+            peel=is_tree,  # the masks of a tree take longer than reading a tile
             pdl=facts.capability >= 90,
         )
+    elif is_tree and dim <= 128:
+        # A few sequences: smaller row tiles than a prompt's, for more programs. They find the keys in the cache.
+        tile = 64 if hopper else 32
+        config = AttentionConfig(64, tile, num_warps=4, num_stages=3, peel=True, pdl=facts.capability >= 90)
+    elif is_tree:
+        pdl = facts.capability >= 90
+        config = AttentionConfig(64, 32, num_warps=8, num_stages=3, peel=True, programs_per_sm=1, pdl=pdl)
     elif dim <= 128 and hopper:
         config = AttentionConfig(block_m=64, tile=64, num_warps=4, num_stages=3, peel=True)
     elif dim <= 128:

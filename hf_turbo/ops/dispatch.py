@@ -27,6 +27,7 @@ __all__ = [
     "int4_linear",
     "layer_addresses",
     "linear",
+    "move_kv",
     "paged_attention",
     "permute_columns",
     "quantize_blocks",
@@ -35,6 +36,7 @@ __all__ = [
     "rotate",
     "serves_linear",
     "store_kv",
+    "token_addresses",
     "uses_triton",
 ]
 
@@ -121,6 +123,23 @@ def layer_addresses(layers: Sequence[LayerKV]) -> Any:
     """`copy_blocks.LayerAddresses` of layers on a GPU; None where they can't be copied together."""
     addresses = _kernels("copy_blocks").LayerAddresses
     return addresses(layers) if addresses.serve(layers) else None
+
+
+def token_addresses(layers: Sequence[LayerKV]) -> Any:
+    """`move_kv.TokenAddresses` of layers on GPUs."""
+    return _kernels("move_kv").TokenAddresses(layers)
+
+
+def move_kv(
+    layers: Sequence[LayerKV],
+    block_tables: torch.Tensor,
+    bases: torch.Tensor,
+    path: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Moves tokens within their sequences, once; see `reference.move_kv`. Again and again: `token_addresses`."""
+    module = _kernels("move_kv") if uses_triton(bases.device) else reference
+    module.move_kv(layers, block_tables, bases, path, counts)
 
 
 def rotary_store_kv(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

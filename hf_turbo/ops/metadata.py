@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -114,6 +115,40 @@ class CodedRows:
 
 
 @dataclass(frozen=True)
+class TreeNodes:
+    """Drafted tokens that one forward verifies together: each sequence's queries are the nodes of a tree.
+
+    The nodes of a sequence come root first, parents before their children, at most `MAX_NODES`. Node `j` is stored at
+    slot `L + j`, where L are the sequence's committed tokens; its position in the text is `L + depth`. It sees the
+    committed slots within the window of its position, and of the nodes those of its mask. (The ancestor mask of
+    SpecInfer, arXiv:2305.09781.)
+
+    Args:
+        masks: int64 `[total_q]`: bit `j` is set where a node sees node `j` of its own sequence: itself and those of
+            its ancestors that a sliding window leaves.
+        depths: int32 `[total_q]`: steps from the root, whose depth is 0.
+    """
+
+    MAX_NODES: ClassVar[int] = 64
+
+    masks: torch.Tensor
+    depths: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.masks.dtype != torch.int64 or self.depths.dtype != torch.int32 or self.masks.shape != self.depths.shape:
+            raise ValueError(
+                "masks must be int64 and depths int32, one of each a node, got "
+                f"{self.masks.dtype} {list(self.masks.shape)} and {self.depths.dtype} {list(self.depths.shape)}"
+            )
+        if self.masks.dim() != 1 or not (self.masks.is_contiguous() and self.depths.is_contiguous()):
+            raise ValueError("masks and depths must be contiguous and have one dimension")
+
+    def on(self, device: torch.device) -> TreeNodes:
+        """The same on `device`."""
+        return TreeNodes(self.masks.to(device), self.depths.to(device))
+
+
+@dataclass(frozen=True)
 class EvenRows:
     """Blocks of equally long rows in one segment.
 
@@ -153,6 +188,8 @@ class AttentionMetadata:
         coded_rows: the same on the host.
         holds_new: of a quantized cache: `block_tables` has all blocks from the one before the first new token's on;
             otherwise only the last two (a prompt that attends to itself without the cache). The first is always there.
+        tree: the queries are nodes of token trees, which see what it says and not all that is stored before them. Of a
+            quantized cache, blocks of codes are full of committed tokens; all that hold nodes are wide.
     """
 
     block_tables: torch.Tensor
@@ -169,7 +206,12 @@ class AttentionMetadata:
     code_tables: torch.Tensor | None = None
     coded_rows: CodedRows | None = None
     holds_new: bool = True
+    tree: TreeNodes | None = None
     _elsewhere: dict[torch.device, AttentionMetadata] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.tree is not None and self.max_seqlen_q > TreeNodes.MAX_NODES:
+            raise ValueError(f"a tree has at most {TreeNodes.MAX_NODES} nodes a sequence, got {self.max_seqlen_q}")
 
     @property
     def num_seqs(self) -> int:
@@ -183,6 +225,8 @@ class AttentionMetadata:
     @cached_property
     def even_rows(self) -> EvenRows | None:
         """Where the rows of a step lie, if they have one query each, are equally long and in one segment; else None."""
+        if self.tree is not None:
+            return None
         rows = zip(self.seq_lens_cpu, self.block_ids_cpu, self.first_blocks_cpu, strict=True)
         shapes = {(seq_len, len(ids), first) for seq_len, ids, first in rows}
         ids = [block for row in self.block_ids_cpu for block in row]
@@ -202,5 +246,6 @@ class AttentionMetadata:
         if device not in self._elsewhere:
             names = ("block_tables", "seq_lens", "cu_seqlens_q", "code_tables")
             tensors = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
-            self._elsewhere[device] = replace(self, _elsewhere={}, **tensors)
+            tree = None if self.tree is None else self.tree.on(device)
+            self._elsewhere[device] = replace(self, _elsewhere={}, tree=tree, **tensors)
         return self._elsewhere[device]

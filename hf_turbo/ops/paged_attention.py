@@ -98,13 +98,36 @@ def _load_rows(
 
 
 @triton.jit
+def seen_positions(
+    position, q_position, first_node, node_mask, WINDOW: tl.constexpr, TREE: tl.constexpr,
+):
+    """Which positions rows see, `[rows, positions]`, of those that are stored.
+
+    TREE: positions are slots; from `first_node` on those of a tree's nodes, seen by the bits of a row's `node_mask`.
+    """
+    if TREE:
+        node = position - first_node
+        is_node = node >= 0
+        bits = (node_mask[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
+        seen = (is_node == 0)[None, :]
+        if WINDOW > 0:
+            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+        seen = seen | (is_node[None, :] & (bits != 0))
+    else:
+        seen = position[None, :] <= q_position[:, None]
+        if WINDOW > 0:
+            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
 def _attend_tiles(
-    acc, row_max, row_sum, q, q_position, scale,
+    acc, row_max, row_sum, q, q_position, first_node, node_mask, scale,
     tile, num_tiles, jump_at, jump, first_live, end_live,
     k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    TILE: tl.constexpr, MASKED: tl.constexpr,
+    TREE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
     """The online softmax over `num_tiles` tiles of keys from `tile`, jumping over `jump` tiles at `jump_at`.
 
@@ -126,9 +149,7 @@ def _attend_tiles(
             scores = soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
             factor = 1.0
         if MASKED:
-            seen = live[None, :] & (position[None, :] <= q_position[:, None])
-            if WINDOW > 0:
-                seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+            seen = live[None, :] & seen_positions(position, q_position, first_node, node_mask, WINDOW, TREE)
             scores = tl.where(seen, scores, float("-inf"))
 
         # The scale is positive, so it may wait until after the maximum and then fuse with the subtraction.
@@ -157,21 +178,24 @@ def _attend_tiles(
 # Nothing is gained by compiling for the alignment of what is read entry by entry.
 @triton.jit(
     do_not_specialize=["num_splits", "stride_tb"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "sinks_ptr"],
+    do_not_specialize_on_alignment=[
+        "block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "sinks_ptr", "node_masks_ptr", "node_depths_ptr",
+    ],
 )
 def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
-    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, node_masks_ptr, node_depths_ptr,
     softmax_scale, num_splits, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, PEEL: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_M rows of one sequence and KV head over one split of its keys.
 
     Row r of a sequence is query token `r // GROUP`, head `r % GROUP` of the group, so a tile wastes no row
-    whatever the group size is.
+    whatever the group size is. TREE: query tokens are the nodes of a tree, stored from slot `first_query` on. As
+    parents come before their children, a node's position is from there to its own slot, and it sees no slot behind.
     """
     if PDL:
         gdc_launch_dependents()
@@ -189,7 +213,8 @@ def _paged_attention_kernel(
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first_query = seq_len - num_rows // GROUP
     q_position = first_query + row // GROUP
-    first_position = first_query + (row_tile * BLOCK_M) // GROUP
+    # The lowest position of these rows and the last slot that they see, which no position is behind.
+    first_position = first_query if TREE else first_query + (row_tile * BLOCK_M) // GROUP
     last_position = first_query + (tl.minimum((row_tile + 1) * BLOCK_M, num_rows) - 1) // GROUP
     token = (q_start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
@@ -203,6 +228,10 @@ def _paged_attention_kernel(
         gdc_wait()
     q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_k[None, :]
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+    node_mask = token
+    if TREE:
+        node_mask = tl.load(node_masks_ptr + token, mask=row_mask, other=0)
+        q_position = first_query + tl.load(node_depths_ptr + token, mask=row_mask, other=0)
 
     # Positions that some row sees, the tiles that hold them, and this split's share of those tiles.
     first_live = 0
@@ -238,18 +267,21 @@ def _paged_attention_kernel(
         if WINDOW > 0:
             first_full = tl.maximum(first_full, tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE))
             first_full = tl.minimum(first_full, end_tile)
-        num_full = tl.maximum(tl.minimum((first_position + 1) // TILE, end_tile) - first_full, 0)
+        end_full = first_query if TREE else first_position + 1
+        num_full = tl.maximum(tl.minimum(end_full // TILE, end_tile) - first_full, 0)
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, q, q_position, scale, first_full, num_full, -1, 0,
-            first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
-            K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, TILE,
+            acc, row_max, row_sum, q, q_position, first_query, node_mask, scale,
+            first_full, num_full, -1, 0, first_live, end_live,
+            k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
+            K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, TREE, TILE,
             MASKED=False,
         )
     num_masked = end_tile - first_tile - num_full
     acc, row_max, row_sum = _attend_tiles(
-        acc, row_max, row_sum, q, q_position, scale, first_tile, num_masked, first_full, num_full,
-        first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
-        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, TILE,
+        acc, row_max, row_sum, q, q_position, first_query, node_mask, scale,
+        first_tile, num_masked, first_full, num_full, first_live, end_live,
+        k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
+        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, TREE, TILE,
         MASKED=True,
     )
 
@@ -305,7 +337,7 @@ def paged_attention(
         q: `[total_q, num_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`, in the cache's dtype (fp32,
             fp16 or bf16); any strides with the last one 1. Its own keys must be stored already.
         kv: the layer's blocks.
-        metadata: the geometry of this forward. A sequence may have no queries.
+        metadata: the geometry of this forward. A sequence may have no queries, or be the nodes of a tree.
         softmax_scale: scores are `q.k * softmax_scale`.
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         sinks: `[num_heads]`, one more logit a head, in the denominator only.
@@ -328,13 +360,13 @@ def paged_attention(
             f"out must be {[total_q, num_heads, v_dim]}, {q.dtype}, with a last stride of 1, "
             f"got {list(out.shape)}, {out.dtype}, strides {out.stride()}"
         )
-    num_seqs, rows = metadata.num_seqs, metadata.max_seqlen_q * group
+    num_seqs, rows, tree = metadata.num_seqs, metadata.max_seqlen_q * group, metadata.tree
     if num_seqs == 0 or rows == 0:
         return out
 
     facts = device_facts(q.device)
     if config is None:
-        config = choose_config(rows, num_kv_heads * num_seqs, k_dim, v_dim, q.dtype, facts)
+        config = choose_config(rows, num_kv_heads * num_seqs, k_dim, v_dim, q.dtype, facts, tree is not None)
     row_tiles = ceil_div(rows, config.block_m)
     num_splits = config.num_splits
     if num_splits is None:
@@ -353,7 +385,7 @@ def paged_attention(
     constants = (
         k_strides, v_strides, k_dim, v_dim, block_size, kv.segmented,
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
-        config.block_m, config.tile, config.peel, config.pdl,
+        tree is not None, config.block_m, config.tile, config.peel, config.pdl,
     )  # fmt: skip
     misaligned = tuple(t.data_ptr() % 16 for t in (q, out, k_cache, v_cache))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
@@ -364,6 +396,7 @@ def paged_attention(
             (row_tiles * num_splits, num_kv_heads, num_seqs),
             q, k_cache, v_cache, out, partial, lse, q if sinks is None else sinks,
             kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
+            None if tree is None else tree.masks, None if tree is None else tree.depths,
             float(softmax_scale), num_splits, *strides, metadata.block_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
         )

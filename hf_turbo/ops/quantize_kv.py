@@ -191,7 +191,7 @@ def store_kv(
         kv: the layer's blocks, written in place.
         keep_last: only blocks that have some of a sequence's last `keep_last` tokens are written; those in full.
     """
-    if metadata.max_seqlen_q == 1:  # a step: nothing is behind yet
+    if metadata.max_seqlen_q == 1 or metadata.tree is not None:  # a step: nothing is behind yet
         store_wide(k, v, kv.wide, metadata, keep_last)
         return
     _check_new_tokens(k, v, kv, keep_last)

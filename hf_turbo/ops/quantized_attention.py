@@ -47,17 +47,19 @@ def _tiles_in(weight, num_first, num_codes, num_last, WIDE_WEIGHT: tl.constexpr)
     do_not_specialize=["num_splits", "stride_tb", "stride_tc"],
     do_not_specialize_on_alignment=[
         "block_tables_ptr", "code_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "sinks_ptr",
+        "node_masks_ptr", "node_depths_ptr",
     ],
 )
 def _quantized_attention_kernel(
     q_ptr, k_wide_ptr, v_wide_ptr, k_codes_ptr, v_codes_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     wide_offsets_ptr, code_offsets_ptr, block_tables_ptr, code_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+    node_masks_ptr, node_depths_ptr,
     softmax_scale, num_splits, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb, stride_tc,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_CODES: tl.constexpr, V_CODES: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, ONE_TOKEN: tl.constexpr,
-    FORMAT: tl.constexpr, WIDE_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    TREE: tl.constexpr, FORMAT: tl.constexpr, WIDE_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):
     """One program: BLOCK_M rows of one sequence and KV head over one split of its blocks; see `paged_attention`."""
@@ -76,7 +78,7 @@ def _quantized_attention_kernel(
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first_query = seq_len - num_rows // GROUP
     q_position = first_query + row // GROUP
-    first_position = first_query + (row_tile * BLOCK_M) // GROUP
+    first_position = first_query if TREE else first_query + (row_tile * BLOCK_M) // GROUP
     last_position = first_query + (tl.minimum((row_tile + 1) * BLOCK_M, num_rows) - 1) // GROUP
     token = (q_start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
@@ -110,17 +112,26 @@ def _quantized_attention_kernel(
     if PARTS == 4:
         q2 = load_queries(q_ptrs, row_mask, K_DIM, 2, PARTS)
         q3 = load_queries(q_ptrs, row_mask, K_DIM, 3, PARTS)
+    node_mask = token
+    if TREE:
+        node_mask = tl.load(node_masks_ptr + token, mask=row_mask, other=0)
+        q_position = first_query + tl.load(node_depths_ptr + token, mask=row_mask, other=0)
+    # The first of the last blocks that a row sees wide; where the codes end that some row sees.
+    first_wide = q_position // BLOCK_SIZE - _WIDE_BEHIND
+    end_codes = last_position // BLOCK_SIZE - _WIDE_BEHIND
+    if TREE:
+        first_wide = tl.minimum(first_wide, first_query // BLOCK_SIZE)  # blocks with nodes are never codes
+        end_codes = tl.max(first_wide, 0)
     NUMBER: tl.constexpr = tl.float32 if q0.dtype == tl.float32 else tl.float16
 
     head_offset = kv_head.to(tl.int64)
-    end_codes = tl.maximum(last_position // BLOCK_SIZE - _WIDE_BEHIND, 1)
     nothing = tl.zeros([padded(V_DIM // PARTS), BLOCK_M], tl.float32)
     no_sums = tl.zeros([BLOCK_SIZE, BLOCK_M], tl.float32)
     lowest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc0, acc1, acc2, acc3, shifts, row_max, sums = attend_codes(
         nothing, nothing, nothing, nothing, no_sums, lowest, no_sums,
-        q0.to(NUMBER), q1.to(NUMBER), q2.to(NUMBER), q3.to(NUMBER), q_position, scale,
-        tl.maximum(first_tile, 1), tl.minimum(end_tile, end_codes),
+        q0.to(NUMBER), q1.to(NUMBER), q2.to(NUMBER), q3.to(NUMBER), q_position, first_wide, scale,
+        tl.maximum(first_tile, 1), tl.minimum(end_tile, tl.maximum(end_codes, 1)),
         k_codes_ptr + head_offset * K_CODES[1], v_codes_ptr + head_offset * V_CODES[1],
         code_offsets_ptr, code_tables_ptr + seq.to(tl.int64) * stride_tc,
         K_CODES[0], V_CODES[0], K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, ONE_TOKEN, FORMAT, PARTS,
@@ -142,11 +153,12 @@ def _quantized_attention_kernel(
         wide_sum = tl.where(split == 0, 1.0, wide_sum)
     nothing = tl.zeros([BLOCK_M, padded(V_DIM // PARTS)], tl.float32)
     wide0, wide1, wide2, wide3, wide_max, wide_sum = attend_wide(
-        nothing, nothing, nothing, nothing, wide_max, wide_sum, q0, q1, q2, q3, q_position, scale,
+        nothing, nothing, nothing, nothing, wide_max, wide_sum, q0, q1, q2, q3,
+        q_position, first_wide, first_query, node_mask, scale,
         tl.where(has_first > 0, 0, tail_tile), has_first + num_tail, tail_tile - 1, last_tile, first_live, end_live,
         k_wide_ptr + head_offset * K_STRIDES[1], v_wide_ptr + head_offset * V_STRIDES[1],
         wide_offsets_ptr, block_tables_ptr + seq.to(tl.int64) * stride_tb,
-        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, ONE_TOKEN, PARTS,
+        K_STRIDES, V_STRIDES, K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, ONE_TOKEN, TREE, PARTS,
     )
 
     both_max = tl.maximum(row_max, wide_max)
@@ -205,14 +217,22 @@ def paged_attention(
         out = q.new_empty(total_q, num_heads, kv.v_dim)
     elif out.shape != (total_q, num_heads, kv.v_dim) or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out must be {[total_q, num_heads, kv.v_dim]}, {q.dtype}, with a last stride of 1")
-    num_seqs, rows = metadata.num_seqs, metadata.max_seqlen_q * group
+    num_seqs, rows, tree = metadata.num_seqs, metadata.max_seqlen_q * group, metadata.tree
     if num_seqs == 0 or rows == 0:
         return out
 
     facts = device_facts(q.device)
     if config is None:
         config = choose_config(
-            rows, kv.num_kv_heads * num_seqs, kv.k_dim, kv.v_dim, block_size, q.dtype, kv.format.bits, facts
+            rows,
+            kv.num_kv_heads * num_seqs,
+            kv.k_dim,
+            kv.v_dim,
+            block_size,
+            q.dtype,
+            kv.format.bits,
+            facts,
+            tree is not None,
         )
     row_tiles = ceil_div(rows, config.block_m)
     num_splits = config.num_splits
@@ -233,8 +253,9 @@ def paged_attention(
         wide_k.stride()[:3], wide_v.stride()[:3], codes_k.stride()[:2], codes_v.stride()[:2],
         kv.k_dim, kv.v_dim, block_size, kv.wide.segmented or kv.codes.segmented,
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
-        metadata.max_seqlen_q == 1, (fmt.bits, fmt.is_float, fmt.zero_values, 448.0 if fmt.is_float else 127.0),
-        wide_weight, config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
+        metadata.max_seqlen_q == 1 and tree is None, tree is not None,
+        (fmt.bits, fmt.is_float, fmt.zero_values, 448.0 if fmt.is_float else 127.0), wide_weight,
+        config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
     )  # fmt: skip
     misaligned = tuple(t.data_ptr() % 16 for t in (q, out, wide_k, wide_v, codes_k, codes_v))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
@@ -245,7 +266,8 @@ def paged_attention(
             (row_tiles * num_splits, kv.num_kv_heads, num_seqs),
             q, wide_k, wide_v, codes_k, codes_v, out, partial, lse, q if sinks is None else sinks,
             kv.wide.segment_offsets, kv.codes.segment_offsets, metadata.block_tables, code_tables,
-            metadata.seq_lens, metadata.cu_seqlens_q, float(softmax_scale), num_splits, *strides,
+            metadata.seq_lens, metadata.cu_seqlens_q, None if tree is None else tree.masks,
+            None if tree is None else tree.depths, float(softmax_scale), num_splits, *strides,
             metadata.block_tables.stride(0), code_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
             launch_pdl=config.pdl, enable_fp_fusion=True,

@@ -19,14 +19,20 @@ def choose_config(
     dtype: torch.dtype,
     bits: int,
     facts: DeviceFacts,
+    is_tree: bool = False,
 ) -> AttentionConfig:
     """The table, by rows of a sequence (query tokens times heads of a group), (sequence, KV head) pairs, head sizes,
-    dtype, bits of a code and device. A tile is always a block. Measured on an H200 with heads of 128 and blocks of 64.
+    dtype, bits of a code, device, and whether queries are nodes of trees (for which it is chosen not to spill). A tile
+    is always a block. Measured on an H200 with heads of 128 and blocks of 64.
     """
     pdl = facts.capability >= 90
     dim = max(next_power_of_2(k_dim), next_power_of_2(v_dim))
     if dtype == torch.float32:
         return AttentionConfig(block_m=16, tile=block_size, num_warps=8, num_stages=2)
+    if is_tree:
+        block_m = max(8, min(_most_tree_rows(dim, block_size, bits), next_power_of_2(rows)))
+        warps = 8 if dim * block_size > 256 * 64 else 4
+        return AttentionConfig(block_m, block_size, warps, 2, programs_per_sm=4 if block_m == 8 else 2, pdl=pdl)
     if rows > 64:
         block_m = 32 if bits == 8 and dim <= 128 else 16
         return AttentionConfig(block_m, block_size, num_warps=4, num_stages=2)
@@ -41,3 +47,10 @@ def choose_config(
         return AttentionConfig(block_m, block_size, 2, 3, programs_per_sm=programs, pdl=pdl, max_registers=registers)
     warps = 8 if dim > 128 and block_m > 8 else 4
     return AttentionConfig(block_m, block_size, warps, 2, programs_per_sm=4 if block_m == 8 else 2, pdl=pdl)
+
+
+def _most_tree_rows(dim: int, block_size: int, bits: int) -> int:
+    """Rows whose outputs, over codes and over wide blocks, fit in registers beside a block's numbers."""
+    if dim > 128:
+        return 8 if bits == 8 or block_size > 64 else 16
+    return 32 if bits == 8 and block_size <= 64 else 16

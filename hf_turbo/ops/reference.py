@@ -6,11 +6,13 @@ another. A sequence whose blocks lie in a row is read in place; otherwise its pi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from .block_ids import SEGMENT_BITS, SEGMENT_MASK, block_runs
-from .metadata import AttentionMetadata, EvenRows, LayerKV
+from .metadata import AttentionMetadata, EvenRows, LayerKV, TreeNodes
 
 
 def store_kv(
@@ -56,6 +58,42 @@ def _store_token(blocks: torch.Tensor, index: int, offset: int, x: torch.Tensor)
     blocks.as_strided((1, *x.shape[1:]), (0, by_head, 1), place).copy_(x)
 
 
+def move_kv(
+    layers: Sequence[LayerKV],
+    block_tables: torch.Tensor,
+    bases: torch.Tensor,
+    path: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Moves tokens of each sequence to the slots from a base on, in every layer: the nodes that a tree's check kept.
+
+    For `k` from 0 to `counts[b] - 1`, in order, slot `bases[b] + k` of sequence `b` takes what slot
+    `bases[b] + path[b, k]` holds. Nothing else is written.
+
+    Args:
+        layers: with the same block ids; K and V may differ in all but the block size.
+        block_tables: int32 `[num_seqs, columns]`, as of `AttentionMetadata`; only entries of slots that are named are
+            read.
+        bases: int32 `[num_seqs]`; below 0: nothing of the sequence is moved.
+        path: int32 `[num_seqs, max_count]`; its first `counts[b]` entries ascend strictly, so `path[b, k] >= k`. The
+            others may be anything.
+        counts: int32 `[num_seqs]`.
+    """
+    rows = zip(block_tables.tolist(), bases.tolist(), path.tolist(), counts.tolist(), strict=True)
+    for table, base, steps, count in rows:
+        for k, step in enumerate(steps[:count] if base >= 0 else []):
+            if k != step:
+                for kv in layers:
+                    source, target = (divmod(base + place, kv.block_size) for place in (step, k))
+                    for segments in (kv.k_segments, kv.v_segments):
+                        _slot(segments, table, *target).copy_(_slot(segments, table, *source))
+
+
+def _slot(segments: Sequence[torch.Tensor], table: list[int], column: int, row: int) -> torch.Tensor:
+    """One token's keys or values, `[num_kv_heads, dim]`, a view."""
+    return segments[table[column] >> SEGMENT_BITS][table[column] & SEGMENT_MASK, :, row]
+
+
 def paged_attention(
     q: torch.Tensor,
     kv: LayerKV,
@@ -80,7 +118,7 @@ def paged_attention(
         keys, values = _read_even_rows(kv, metadata, metadata.even_rows)
         return attend(q.unsqueeze(2), keys, values, softmax_scale, None, logit_softcap, sinks).squeeze(2)
     outs, taken, window = [], 0, metadata.sliding_window
-    if len(q) == metadata.num_seqs == 1 and logit_softcap is None and sinks is None:
+    if len(q) == metadata.num_seqs == 1 and logit_softcap is None and sinks is None and metadata.tree is None:
         # A decode step of one row, which Python's own work is a part of: nothing to go through.
         [seq_len], [runs], offset = metadata.seq_lens_cpu, metadata.runs, metadata.first_blocks_cpu[0] * kv.block_size
         first = 0 if window is None else max(seq_len - window, 0)
@@ -90,12 +128,21 @@ def paged_attention(
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
         if q_len == 0:
             continue
+        here = slice(taken, taken + q_len)
+        taken += q_len
+        if seq_len == 0:  # a row of a fixed-shape batch that no sequence has
+            outs.append(q.new_zeros(q_len, q.shape[1], kv.v_segments[0].shape[3]))
+            continue
         first = 0 if window is None else max(seq_len - q_len - window + 1, 0)
         offset = metadata.first_blocks_cpu[row] * kv.block_size
         keys, values = _read(kv, metadata.runs[row], first - offset, seq_len - offset)
-        queries = q if len(q) == q_len else q[taken : taken + q_len]
-        taken += q_len
-        if q_len == 1:  # nothing to transpose: the step that a decode spends its time in
+        queries = q if len(q) == q_len else q[here]
+        if metadata.tree is not None:
+            mask = tree_mask(metadata.tree, here, seq_len - q_len, range(first, seq_len), window)
+            queries = queries.transpose(0, 1).unsqueeze(0)
+            out = attend(queries, keys, values, softmax_scale, None, logit_softcap, sinks, mask)
+            outs.append(out[0].transpose(0, 1))
+        elif q_len == 1:  # nothing to transpose: the step that a decode spends its time in
             out = attend(queries.unsqueeze(2), keys, values, softmax_scale, None, logit_softcap, sinks)
             outs.append(out.view(1, q.shape[1], -1))
         else:
@@ -115,6 +162,7 @@ def attend(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of equally long sequences over their keys; KV heads are not repeated.
 
@@ -122,6 +170,7 @@ def attend(
         q: `[batch, num_heads, q_len, k_head_dim]`, the queries of the last `q_len` tokens.
         k: `[batch, num_kv_heads, kv_len, k_head_dim]`, of all tokens that any query sees.
         v: `[batch, num_kv_heads, kv_len, v_head_dim]`.
+        mask: bool `[q_len, kv_len]`: which keys are seen, in place of those that are causal and in the window.
 
     Returns:
         `[batch, num_heads, q_len, v_head_dim]`.
@@ -129,9 +178,11 @@ def attend(
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads, kv_len = k.shape[1:3]
     group = num_heads // num_kv_heads
-    if q_len == kv_len and logit_softcap is None and sinks is None and (sliding_window or kv_len) >= kv_len:
+    plain = mask is None and logit_softcap is None and sinks is None
+    if q_len == kv_len and plain and (sliding_window or kv_len) >= kv_len:
         return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=q_len > 1, enable_gqa=group > 1)
-    mask = _visible(q_len, kv_len, sliding_window, q.device)
+    if mask is None:
+        mask = _visible(q_len, kv_len, sliding_window, q.device)
     if logit_softcap is not None or sinks is not None:
         grouped = q.reshape(batch, num_kv_heads, group, q_len, -1)
         scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * softmax_scale
@@ -253,6 +304,22 @@ def _visible(q_len: int, kv_len: int, sliding_window: int | None, device: torch.
     key = torch.arange(kv_len, device=device)
     mask = key <= query
     return mask if sliding_window is None else mask & (key > query - sliding_window)
+
+
+def tree_mask(tree: TreeNodes, nodes: slice, committed: int, slots: range, sliding_window: int | None) -> torch.Tensor:
+    """Bool `[nodes, slots]`: which slots the nodes of one sequence see.
+
+    Args:
+        nodes: the sequence's, of all in `tree`.
+        committed: tokens that are stored before the first node.
+        slots: those that are asked about.
+    """
+    slot = torch.arange(slots.start, slots.stop, device=tree.masks.device)
+    seen = (slot < committed).expand(nodes.stop - nodes.start, -1)
+    if sliding_window is not None:
+        seen = seen & (slot > committed + tree.depths[nodes, None] - sliding_window)
+    node = slot - committed
+    return seen | (node >= 0) & (tree.masks[nodes, None] >> node.clamp(min=0) & 1).bool()
 
 
 def _softmax_by_hand(

@@ -44,13 +44,16 @@ def store_kv(
         k: `[total_q, num_kv_heads, k_head_dim]`, packed by `metadata.cu_seqlens_q`.
         v: `[total_q, num_kv_heads, v_head_dim]`.
         keep_last: store only those blocks that have one of a sequence's last so many tokens; None for all.
+
+    A row of a fixed-shape batch that no sequence has (its length is 0) and nodes of a tree make no codes.
     """
-    if metadata.max_seqlen_q == 1:  # no block of codes ends in a step of one token
+    # No block of codes ends in a step of one token; nodes of a tree may yet be dropped.
+    if metadata.max_seqlen_q == 1 or metadata.tree is not None:
         reference.store_kv(k, v, kv.wide, metadata, keep_last)
         return
     size, taken = kv.block_size, 0
     for row, (seq_len, q_len) in enumerate(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True)):
-        if q_len:
+        if q_len and seq_len:
             kept = 0 if keep_last is None else max(seq_len - keep_last, 0) // size
             new = slice(taken, taken + q_len)
             _store_wide(k[new], v[new], kv, metadata, row, kept)
@@ -188,12 +191,17 @@ def paged_attention(
         count, q_len = len(rows), metadata.q_lens_cpu[rows[0]]
         if q_len == 0:
             continue
+        if metadata.seq_lens_cpu[rows[0]] == 0:  # rows of a fixed-shape batch that no sequence has
+            outs.append(q.new_zeros(count * q_len, q.shape[1], kv.v_dim))
+            taken += count * q_len
+            continue
         # The queries of a KV head, one query head after another: [rows, num_kv_heads, group, q_len, dim].
         queries = q[taken : taken + count * q_len].view(count, q_len, kv.num_kv_heads, -1, kv.k_dim)
         queries = queries.permute(0, 2, 3, 1, 4).float()
-        taken += count * q_len
-        pieces = _visible_pieces(kv, metadata, rows)
-        mask = None if q_len == 1 else _mask(pieces, metadata, rows[0], q.device)
+        here = slice(taken, taken + count * q_len)
+        taken = here.stop
+        pieces = _visible_pieces(kv, metadata, rows, here)
+        mask = None if q_len == 1 and metadata.tree is None else _mask(pieces, metadata, rows[0], here, q.device)
         if q_len <= _FEW_QUERIES or logit_softcap is not None or sinks is not None:
             out = _attend_by_pieces(queries, pieces, mask, softmax_scale, logit_softcap, sinks)
         else:
@@ -232,18 +240,24 @@ def _attend_at_once(
 
 
 def _alike(metadata: AttentionMetadata) -> list[list[int]]:
-    """The sequences, those together that are neighbours, equally long and have one query each."""
+    """The sequences, those together that are neighbours, equally long and have one query each that is no tree's."""
     shapes = list(zip(metadata.seq_lens_cpu, metadata.q_lens_cpu, strict=True))
     groups = (list(rows) for _, rows in itertools.groupby(range(len(shapes)), key=shapes.__getitem__))
-    return [part for rows in groups for part in ([rows] if shapes[rows[0]][1] == 1 else [[row] for row in rows])]
+    return [
+        part
+        for rows in groups
+        for part in ([rows] if shapes[rows[0]][1] == 1 and metadata.tree is None else [[row] for row in rows])
+    ]
 
 
-def _visible_pieces(kv: QuantizedKV, metadata: AttentionMetadata, rows: list[int]) -> list[_Piece]:
+def _visible_pieces(kv: QuantizedKV, metadata: AttentionMetadata, rows: list[int], queries: slice) -> list[_Piece]:
     """What the queries of some sequences see that are equally long."""
     size, window, coded = kv.block_size, metadata.sliding_window, _coded(metadata)
     seq_len, q_len = metadata.seq_lens_cpu[rows[0]], metadata.q_lens_cpu[rows[0]]
     oldest = 0 if window is None else max(seq_len - q_len - window + 1, 0)
     first_code, end_code = max(oldest // size, 1), end_of_codes(seq_len, size)
+    if metadata.tree is not None:
+        end_code = int(_first_wide(metadata, rows[0], queries, size).max().clamp(min=1))
     first_wide = max((seq_len - q_len) // size - WIDE_BEHIND, oldest // size)
     tokens = range(oldest, seq_len)
 
@@ -321,19 +335,35 @@ def _code_pieces(kv: QuantizedKV, block_ids: list[list[int]], first_block: int, 
         yield _Piece(kv, [ids[start : start + step] for ids in block_ids], first_block + start, wanted, coded=True)
 
 
-def _mask(pieces: list[_Piece], metadata: AttentionMetadata, row: int, device: torch.device) -> torch.Tensor:
+def _mask(
+    pieces: list[_Piece], metadata: AttentionMetadata, row: int, queries: slice, device: torch.device
+) -> torch.Tensor:
     """Bool `[q_len, tokens of all pieces]`: which of them the queries of a sequence see."""
     seq_len, q_len, window = metadata.seq_lens_cpu[row], metadata.q_lens_cpu[row], metadata.sliding_window
     size = pieces[0].kv.block_size
     query = torch.arange(seq_len - q_len, seq_len, device=device)[:, None]
-    first_wide = query // size - WIDE_BEHIND
+    first_wide = _first_wide(metadata, row, queries, size).to(device)[:, None]
     masks = []
     for piece in pieces:
         token = torch.arange(piece.tokens.start, piece.tokens.stop, device=device)
         block = token // size
-        seen = block < first_wide if piece.coded else (token <= query) & ((block == 0) | (block >= first_wide))
-        masks.append(seen if window is None else seen & (token > query - window))
+        if metadata.tree is not None:
+            seen = reference.tree_mask(metadata.tree, queries, seq_len - q_len, piece.tokens, window)
+        else:
+            seen = token <= query if window is None else (token <= query) & (token > query - window)
+        is_here = block < first_wide if piece.coded else (block == 0) | (block >= first_wide)
+        masks.append(seen & is_here)
     return torch.cat(masks, 1)
+
+
+def _first_wide(metadata: AttentionMetadata, row: int, queries: slice, block_size: int) -> torch.Tensor:
+    """The first of the last blocks that each query of a sequence sees wide, int64 `[q_len]`, on the host."""
+    seq_len, q_len = metadata.seq_lens_cpu[row], metadata.q_lens_cpu[row]
+    if metadata.tree is None:
+        return torch.arange(seq_len - q_len, seq_len) // block_size - WIDE_BEHIND
+    committed = seq_len - q_len
+    own = (committed + metadata.tree.depths[queries].cpu().long()) // block_size
+    return (own - WIDE_BEHIND).clamp(max=committed // block_size)  # blocks with nodes are never codes
 
 
 def _anchor(metadata: AttentionMetadata, row: int) -> list[int]:

@@ -1,0 +1,147 @@
+"""Drafts of Medusa heads: trees of their best guesses for the next few places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache.token_tree import MAX_NODES, TokenTree
+from .acceptance import Accepted
+from .drafts import Draft, DraftContext
+from .medusa_heads import MedusaHeads, output_projection
+from .medusa_trees import PUBLISHED_TREES, search_tree
+from .texts import Texts
+
+#: Nodes of a tree where nothing else is asked for, and the tree of heads whose accuracies are not known.
+_NUM_NODES = 16
+_PUBLISHED = "mc_sim_7b_63"
+
+
+class Medusa:
+    """Medusa heads (Cai et al., arXiv:2401.10774), from a folder, a file or an id of the Hugging Face Hub.
+
+    Args:
+        path: as of `MedusaHeads.from_pretrained`.
+        num_nodes: of a tree that is chosen by the accuracies that were measured with the heads, the root included; up
+            to 64. Heads without such get Medusa's published tree.
+        tree: paths of ranks, as Medusa publishes its trees (`medusa_choices`), or the name of one of those, in place
+            of that. What asks for more heads or ranks than there are is left out.
+        adaptive: none are drafted where they don't pay.
+
+    Raises:
+        ValueError: an argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        num_nodes: int = _NUM_NODES,
+        tree: Sequence[Sequence[int]] | str | None = None,
+        adaptive: bool = True,
+    ) -> None:
+        if not isinstance(num_nodes, int) or not 2 <= num_nodes <= MAX_NODES:
+            raise ValueError(f"num_nodes={num_nodes!r}: a tree has 2 to {MAX_NODES} nodes, the root included")
+        if isinstance(tree, str):
+            if tree not in PUBLISHED_TREES:
+                raise ValueError(f"tree={tree!r}: the published ones are {', '.join(PUBLISHED_TREES)}")
+            tree = PUBLISHED_TREES[tree]
+        if tree is not None:
+            TokenTree.of_paths(tree)
+        self.path, self.num_nodes, self.tree, self.adaptive = path, num_nodes, tree, adaptive
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Medusa:
+        """The same, by the name that Transformers uses. The heads are read when a model is patched with them."""
+        return cls(path, **options)
+
+    def __repr__(self) -> str:
+        shape = f"num_nodes={self.num_nodes}" if self.tree is None else f"tree of {len(self.tree)} paths"
+        return f"Medusa({str(self.path)!r}, {shape}, adaptive={self.adaptive})"
+
+    def attach(self, model: Any) -> MedusaDrafter:
+        """Reads the heads for a model.
+
+        Raises:
+            ValueError: no heads are there, or they don't fit the model.
+        """
+        heads = MedusaHeads.from_pretrained(self.path, model)
+        return MedusaDrafter(heads, self._shape(heads), self.adaptive)
+
+    def _shape(self, heads: MedusaHeads) -> TokenTree:
+        paths: Sequence[Sequence[int]]
+        if self.tree is not None:
+            paths = self.tree
+        elif heads.accuracies is not None:
+            paths = search_tree(heads.accuracies, self.num_nodes - 1)
+        else:
+            paths = PUBLISHED_TREES[_PUBLISHED]
+        tree = TokenTree.of_paths(paths).pruned(heads.num_heads, heads.vocab_size - 1)
+        if tree.num_nodes == 1:
+            raise ValueError(f"nothing is left of the tree with {heads.num_heads} heads")
+        return tree
+
+
+class MedusaDrafter:
+    """Heads that have been read for a model.
+
+    Args:
+        heads: in the model's dtype, on its device.
+        tree: what is made of their guesses.
+    """
+
+    name = "Medusa"
+    reads_hidden = True
+
+    def __init__(self, heads: MedusaHeads, tree: TokenTree, adaptive: bool) -> None:
+        self.heads, self.tree, self.adaptive = heads, tree, adaptive
+        self.sizes = (tree.max_depth,)
+
+    def serves(self, speculation: Any) -> bool:
+        """Heads are read once for a model."""
+        return True
+
+    def begin(self, context: DraftContext) -> _Session:
+        """Reads the prompt's last hidden states."""
+        return _Session(self, context)
+
+
+class _Session:
+    def __init__(self, drafter: MedusaDrafter, context: DraftContext) -> None:
+        if context.head_input is None:
+            raise ValueError("Medusa heads need what the model's head is given")
+        self._heads, self._tree, self._watch = drafter.heads, drafter.tree, context.head_input
+        self._project = output_projection(context.model)
+        self._hidden = self._watch.take()[:, -1]  # [rows, hidden_size], of each row's last but one token
+        device = self._hidden.device
+        ranks, depths = torch.tensor(self._tree.ranks[1:]), torch.tensor(self._tree.depths[1:])
+        self._num_ranks = int(ranks.max()) + 1
+        self._num_heads = self._tree.max_depth
+        self._places = ((depths - 1) * self._num_ranks + ranks).to(device)
+
+    def propose(self, size: int, texts: Texts) -> Draft | None:
+        features = self._heads.features(self._hidden)[:, : self._num_heads]
+        guesses = self._guesses(features).topk(self._num_ranks, dim=-1).indices
+        drafted = guesses.flatten(1).index_select(1, self._places)
+        tokens = torch.cat([texts.last.unsqueeze(1), drafted], dim=1)
+        return Draft(self._tree, tokens, self._tree.max_depth * texts.num_rows)
+
+    def learn(self, accepted: Accepted, num_nodes: int) -> None:
+        hidden = self._watch.take()
+        hidden = hidden.reshape(-1, num_nodes, hidden.shape[-1])
+        last = accepted.path.gather(1, accepted.counts.unsqueeze(1)).unsqueeze(2)
+        self._hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))[:, 0]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
+
+    def close(self) -> None:
+        pass
+
+    def _guesses(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, heads, vocabulary]` of what the blocks gave, `[rows, heads, hidden_size]`."""
+        if self._heads.projections is None:
+            return self._project(features)
+        return torch.einsum("bhd,hvd->bhv", features, self._heads.projections[: self._num_heads])

@@ -1,0 +1,143 @@
+"""The model's own tokens at the nodes of a draft: chosen as Transformers chooses them, with what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..cache.token_tree import TokenTree
+from ..ops.dispatch import argmax
+from .acceptance import Accepted, accept_by_rejection, accept_greedy, accept_matching
+from .choice import DeviceRandom
+from .drafts import Draft
+from .texts import Texts
+
+
+class NodeChoice:
+    """Accepts drafts by what the model says at their nodes.
+
+    Args:
+        texts: the rows, with their processors.
+        generation_config: of the call.
+        processors: whether there are any.
+        device: where the tokens are.
+        waits: the host may look at what has been accepted so far, to choose no token that is not needed: on a CPU, or
+            for processors that must be called as often as there are tokens.
+    """
+
+    def __init__(
+        self, texts: Texts, generation_config: Any, processors: bool, device: torch.device, waits: bool
+    ) -> None:
+        keeps = generation_config.return_dict_in_generate
+        self._texts = texts
+        self._samples = bool(generation_config.do_sample)
+        self._waits = waits
+        #: Which row of the call each row at work is.
+        self._origins = list(range(texts.num_rows))
+        #: By kind, for each row of the call: one `[vocabulary]` a new token.
+        self._kept: dict[str, list[list[torch.Tensor]]] = {
+            kind: [[] for _ in range(texts.num_rows)]
+            for kind in ("scores", "logits")
+            if keeps and getattr(generation_config, f"output_{kind}")
+        }
+        self._is_plain = not (processors or self._samples or keeps)
+        self._random = DeviceRandom(device) if self._samples and texts.num_rows == 1 and not waits else None
+        #: Of the last round, by kind and depth: `[rows, vocabulary]`.
+        self._newest: dict[str, list[torch.Tensor]] = {}
+
+    def __call__(self, tree: TokenTree, draft: Draft | None, tokens: torch.Tensor, logits: torch.Tensor) -> Accepted:
+        """What stays of a draft, and the model's own next tokens. Its tokens are written behind the texts.
+
+        Args:
+            tree: the shape of the draft; the root alone without one.
+            tokens: int64 `[rows, nodes]`.
+            logits: `[rows, nodes, vocabulary]`.
+        """
+        if self._is_plain:
+            chosen = argmax(logits.flatten(0, 1)).view(tokens.shape)
+            accepted = accept_greedy(tree, tokens, chosen)
+            self._texts.write(0, accepted.tokens)
+            return accepted
+        self._newest = {kind: [] for kind in self._kept}
+        if draft is not None and draft.probabilities is not None:
+            accepted = self._reject(tree, draft.probabilities, tokens, logits)
+            self._texts.write(0, accepted.tokens)
+            return accepted
+        return self._walk(tree, tokens, logits)
+
+    def take(self, counts: Sequence[int]) -> None:
+        """Keeps what was asked for of each row's first so many tokens of the last round."""
+        for kind, by_depth in self._newest.items():
+            for row, count in enumerate(counts):
+                self._kept[kind][self._origins[row]] += [x[row] for x in by_depth[:count]]
+        if self._random is not None:
+            self._random.rewind(counts[0])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Only these rows go on."""
+        self._origins = [self._origins[row] for row in rows]
+
+    def kept(self, kind: str) -> tuple[torch.Tensor, ...] | None:
+        """For each token `[rows, vocabulary]`, zeros for rows that have ended before; None where it was not asked for.
+        """
+        if kind not in self._kept:
+            return None
+        by_row = self._kept[kind]
+        longest = max(by_row, key=len)
+        return tuple(
+            torch.stack([row[i] if i < len(row) else torch.zeros_like(longest[i]) for row in by_row])
+            for i in range(len(longest))
+        )
+
+    def scores_with(self, row: int, count: int) -> tuple[torch.Tensor, ...] | None:
+        """A row's scores, `[1, vocabulary]` a token, with so many of the last round."""
+        if "scores" not in self._kept:
+            return None
+        newest = [x[row] for x in self._newest.get("scores", [])[:count]]
+        return tuple(x[None] for x in (*self._kept["scores"][self._origins[row]], *newest))
+
+    def _walk(self, tree: TokenTree, tokens: torch.Tensor, logits: torch.Tensor) -> Accepted:
+        rows = torch.arange(len(tokens), device=tokens.device)
+        if self._random is not None:
+            self._random.start()
+
+        def choose(depth: int, nodes: torch.Tensor) -> torch.Tensor:
+            # A copy: the model may write its next logits to the same memory.
+            last = logits[rows, nodes].to(copy=True, dtype=torch.float32)
+            scores = self._texts.process(last, depth)
+            self._keep(scores, last)
+            chosen = self._sample(scores) if self._samples else argmax(scores)
+            self._texts.write(depth, chosen)
+            return chosen
+
+        def all_ended(ended: torch.Tensor) -> bool:
+            return bool(ended.all().item())
+
+        return accept_matching(tree, tokens, choose, all_ended if self._waits else None)
+
+    def _reject(
+        self, tree: TokenTree, drawn_from: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor
+    ) -> Accepted:
+        last = logits.float()
+        scores = self._texts.process_nodes(last)
+        accepted = accept_by_rejection(tree, tokens, torch.softmax(scores, dim=-1), drawn_from)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        for nodes in accepted.path.unbind(1) if self._kept else ():
+            self._keep(scores[rows, nodes], last[rows, nodes])
+        return accepted
+
+    def _keep(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        for kind, x in (("scores", scores), ("logits", logits)):
+            if kind in self._newest:
+                self._newest[kind].append(x)
+
+    def _sample(self, scores: torch.Tensor) -> torch.Tensor:
+        probabilities = torch.softmax(scores, dim=-1)
+        if self._random is not None:
+            self._random.before_draw()
+        if probabilities.device.type != "cuda":
+            return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        noise = torch.empty_like(probabilities).exponential_(1)  # as `Choice` draws
+        return torch.div(probabilities, noise, out=noise).argmax(dim=-1)

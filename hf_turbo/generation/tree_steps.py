@@ -1,0 +1,96 @@
+"""Forwards of drafted tokens over a cache whose rows may differ in length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..cache.paged_cache import DraftsUnsuited, PagedCache
+from ..cache.token_tree import TokenTree
+from ..compat import CACHE_NAME
+
+#: Arguments of a step that are made here.
+_OWN = ("input_ids", "attention_mask", "position_ids")
+
+
+class TreeSteps:
+    """One forward after another: a token tree after each row's text, of which some nodes are kept.
+
+    To the model a forward is a decode step with a row for each node; only attention and the cache know that the nodes
+    of a tree belong together. So whatever a model does in a decode step, it does in these, captured ones included.
+
+    Args:
+        model: a patched model.
+        model_kwargs: what `generate()` handed to the loop, as the prompt's forward has left it.
+        first: tokens that would follow the rows, int64 `[rows, 1]`: the model's own methods make a step's arguments.
+        max_length: of a text, in columns: positions of drafts do not go further.
+        alone: no code of the caller's runs between the steps.
+
+    Raises:
+        DraftsUnsuited: the model's steps take arguments that are not known. Nothing has been done.
+    """
+
+    def __init__(
+        self, model: Any, model_kwargs: dict[str, Any], first: torch.Tensor, max_length: int | None, alone: bool
+    ) -> None:
+        self.cache: PagedCache = model_kwargs[CACHE_NAME]
+        self._model = model
+        self._alone = alone
+        inputs = model.prepare_inputs_for_generation(first, next_sequence_length=1, **model_kwargs)
+        positions = inputs.get("position_ids")
+        if not isinstance(positions, torch.Tensor) or positions.shape[-2:] not in ((1, 1), (len(first), 1)):
+            raise DraftsUnsuited("the model's steps take no positions")
+        self._inputs = {name: x for name, x in inputs.items() if name not in _OWN}
+        others = [name for name, x in self._inputs.items() if isinstance(x, torch.Tensor)]
+        if others:
+            raise DraftsUnsuited(f"the model's steps take {', '.join(others)}")
+        self._inputs["return_dict"] = True
+        self.lengths = self.cache.layout.lengths(self.cache.get_seq_length())
+        # Positions may not begin at 0 (right padding, images): they go on from the first step's.
+        lengths = torch.tensor(self.lengths, device=positions.device)
+        self._offsets = positions.expand(*positions.shape[:-2], len(first), 1) - lengths.unsqueeze(1)
+        spare = None if max_length is None else max_length - self.cache.get_seq_length() - 1
+        self._last_position = None if spare is None else positions.amax() + max(spare, 0)
+
+    def forward(self, tree: TokenTree, tokens: torch.Tensor) -> torch.Tensor:
+        """What the model says after each node, `[rows, nodes, vocabulary]`.
+
+        Args:
+            tree: the shape of every row's draft.
+            tokens: int64 `[rows, nodes]`; -1 where there is none.
+        """
+        layout = self.cache.layout
+        ids = tokens.clamp_min(0).reshape(-1, 1) if tree.num_nodes > 1 else tokens
+        layout.tree, layout.only_ones_follow = tree, True
+        try:
+            outputs = self._model(input_ids=ids, position_ids=self._positions(tree), **self._inputs)
+        finally:
+            layout.tree, layout.only_ones_follow = None, False
+        self.cache.model_is_as_it_was = self._alone
+        return outputs.logits.view(*tokens.shape, -1)
+
+    def keep(self, added: Sequence[int]) -> None:
+        """Makes rows longer by so many tokens of the last forward; or shorter, where a number is negative."""
+        self.lengths = [length + n for length, n in zip(self.lengths, added, strict=True)]
+        self.cache.keep(self.lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps only these rows."""
+        self.cache.select_rows(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self._offsets = self._offsets.index_select(-2, torch.tensor(rows, device=self._offsets.device))
+
+    def close(self) -> None:
+        """After the last step."""
+        self.cache.model_is_as_it_was = False
+
+    def _positions(self, tree: TokenTree) -> torch.Tensor:
+        """int64 `[rows * nodes, 1]`, or with time, height and width before them."""
+        lengths = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
+        depths = tree.tensors(self._offsets.device).depths
+        positions = self._offsets + (lengths.unsqueeze(1) + depths)
+        if self._last_position is not None:
+            positions = torch.minimum(positions, self._last_position)
+        return positions.reshape(*positions.shape[:-2], -1, 1)

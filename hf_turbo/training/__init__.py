@@ -1,0 +1,1 @@
+"""Training of Medusa heads on a frozen model."""

@@ -1,0 +1,207 @@
+"""The pace of speculation, by simulation: drafts accepted at random, rounds that take what a formula says."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_turbo.generation.pace import Pace, PaceStats, _common_rate
+
+SIZES = (1, 2, 4, 8, 16)
+
+# Seconds of a round by its size; 1 is a plain step.
+COSTS = {
+    "lookup": lambda size: 1 + 0.01 * size,
+    "heads": lambda size: 1.15 + 0.02 * size if size else 1.0,
+    "small draft model": lambda size: 1 + 0.1 * size,
+    "large draft model": lambda size: 1 + 0.3 * size,
+}
+# The chance of a token at a depth, once those before it are accepted.
+RATES = {
+    "0": lambda depth: 0.0,
+    "0.2": lambda depth: 0.2,
+    "0.4": lambda depth: 0.4,
+    "0.6": lambda depth: 0.6,
+    "0.8": lambda depth: 0.8,
+    "falling": lambda depth: 0.9 * 0.8 ** (depth - 1),
+}
+
+
+def run(pace, rate, cost, tokens, rows=1, seed=0, jitter=0.0, outliers=0.0):
+    """Generates so many tokens a row. The first two rounds of each size seem to take 100 times as long.
+
+    Returns:
+        Seconds a token of a row, without the outliers; the sizes that were chosen.
+    """
+    rng, seconds, made, sizes = random.Random(seed), 0.0, 0, []
+    while made < tokens * rows:
+        size = pace.choose()
+        accepted = 0
+        for _ in range(rows):
+            depth = 0
+            while depth < size and rng.random() < rate(depth + 1):
+                depth += 1
+            accepted += depth
+        taken = cost(size) * (1 + jitter * rng.uniform(-1, 1))
+        first = sizes.count(size) < 2
+        pace.note(size, size * rows, accepted, taken * (100 if first else 20 if rng.random() < outliers else 1), rows)
+        made += accepted + rows
+        seconds += taken
+        sizes.append(size)
+    return seconds / made * rows, sizes
+
+
+def best_seconds(rate, cost):
+    """Seconds a token of the best fixed choice."""
+
+    def seconds(size):
+        reached = [1.0]
+        for depth in range(1, size + 1):
+            reached.append(reached[-1] * rate(depth))
+        return cost(size) / sum(reached)
+
+    return min(map(seconds, (0, *SIZES)))
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
+@pytest.mark.parametrize("rate", RATES.values(), ids=RATES.keys())
+def test_close_to_the_best_fixed_choice(rate, cost):
+    """Over 2000 tokens, with durations that jitter and some of which are far off."""
+    regrets = []
+    for seed in range(5):
+        seconds, _ = run(Pace(SIZES), rate, cost, 2000, seed=seed, jitter=0.05, outliers=0.02)
+        regrets.append(seconds / best_seconds(rate, cost) - 1)
+    assert sum(regrets) / 5 < 0.06 and max(regrets) < 0.12
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
+@pytest.mark.parametrize("rate", [RATES["0"], RATES["0.6"], RATES["falling"]], ids=["0", "0.6", "falling"])
+def test_batches_tell_only_sums(rate, cost):
+    seconds, _ = run(Pace(SIZES), rate, cost, 1500, rows=16)
+    assert seconds / best_seconds(rate, cost) < 1.08
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 4, 6), (5, 10, 20), SIZES], ids=str)
+def test_a_useless_draft_costs_little(sizes):
+    """Less than 5% of 256 steps where a round takes as long as 1.3 plain steps."""
+    seconds, chosen = run(Pace(sizes), RATES["0"], lambda size: 1.3 if size else 1.0, 256)
+    assert 1 < seconds < 1.05
+    assert chosen[-1] == 0
+
+
+@pytest.mark.parametrize("bad", [100, 300, 1000, 3000])
+def test_a_draft_that_turns_good_is_found_again(bad):
+    pace, cost = Pace(SIZES), COSTS["small draft model"]
+    _, chosen = run(pace, RATES["0"], cost, bad)
+    assert not pace.stats().is_on
+    _, chosen = run(pace, RATES["0.8"], cost, 1500)
+    found = next(i for i, size in enumerate(chosen) if size)
+    assert found <= min(2 * bad, 512)
+    assert chosen[found + 100 :].count(0) < 0.1 * len(chosen[found + 100 :])
+
+
+def test_probes_are_16_steps_apart_then_twice_as_far_up_to_512():
+    pace = Pace([4])
+    _, chosen = run(pace, RATES["0"], lambda size: 2.0 if size else 1.0, 4000)
+    # A plain step alone is there to see what that takes, the first 4 for the same.
+    waits = [len(steps) for steps in "".join("x" if size else "." for size in chosen).split("x") if len(steps) > 1]
+    assert waits[:7] == [4 + 16, 32, 64, 128, 256, 512, 512]
+
+
+def test_one_that_pays_brings_the_short_wait_back():
+    pace, cost = Pace([4]), COSTS["small draft model"]
+    run(pace, RATES["0"], cost, 500)
+    run(pace, RATES["0.8"], cost, 1000)
+    _, chosen = run(pace, RATES["0"], cost, 60)
+    off = next(i for i in range(60) if chosen[i : i + 2] == [0, 0])
+    assert off < 25 and chosen[off : off + 16] == [0] * 16 and chosen[off + 16] == 4
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(0, 400), st.booleans())
+def test_whatever_happened_it_recovers(seed, rounds, new_text):
+    """After any history a good draft is on, and after that a useless one is off."""
+    rng, pace = random.Random(seed), Pace(SIZES)
+    for _ in range(rounds):
+        size = rng.choice([0, *SIZES])
+        drafted = rng.randint(0, size)
+        pace.note(size, drafted, rng.randint(0, drafted), rng.expovariate(1))
+        assert pace.choose() in (0, *SIZES)
+    if new_text:
+        pace.new_text()
+    cost = COSTS["heads"]
+    _, good = run(pace, lambda depth: 0.9, cost, 4000)
+    assert sum(size >= 4 for size in good[-100:]) > 80
+    _, useless = run(pace, RATES["0"], cost, 800)
+    assert useless[-200:].count(0) > 180
+
+
+def test_a_new_text_begins_with_speculation():
+    """Also after a text in which it was off, with what is known of durations; not where it has been off for long."""
+    pace, cost = Pace(SIZES), COSTS["heads"]
+    run(pace, RATES["0"], cost, 60)
+    assert pace.choose() == 0
+    pace.new_text()
+    assert pace.choose() > 0
+    run(pace, RATES["0"], cost, 600)
+    assert pace.choose() == 0
+    pace.new_text()
+    assert pace.choose() == 0
+
+
+def test_a_new_text_half_forgets():
+    """An excellent draft is expected to be good, a bad one to be fair, and both are soon known again."""
+    after = {}
+    for rate in ("0.4", "0.8"):
+        pace = Pace(SIZES)
+        run(pace, RATES[rate], COSTS["small draft model"], 1000)
+        pace.new_text()
+        after[rate] = pace._rates()[0]
+    assert after["0.4"] == pytest.approx((0.4 + 0.7) / 2, abs=0.1) and after["0.8"] == pytest.approx(0.75, abs=0.06)
+
+
+def test_drafts_that_are_shorter_than_asked_for_count_as_not_accepted():
+    pace = Pace([4])
+    for _ in range(100):
+        pace.note(4, 1, 1, 1.0)
+    assert pace._rates() == pytest.approx([1, 0, 0.7, 0.7], abs=0.05)
+
+
+@given(st.integers(1, 16), st.floats(0.01, 0.99))
+def test_the_rate_that_explains_a_mean(size, rate):
+    mean = sum(rate**depth for depth in range(1, size + 1))
+    assert _common_rate(size, mean) == pytest.approx(rate, abs=1e-4)
+    assert _common_rate(size, 0.0) == pytest.approx(0, abs=1e-5)
+    assert _common_rate(size, float(size)) == pytest.approx(1, abs=1e-5)
+
+
+def test_stats():
+    pace = Pace([2, 4])
+    assert pace.stats() == PaceStats() and pace.stats().acceptance_rate == pace.stats().tokens_per_step == 0
+    pace.note(4, 7, 3, 0.1, rows=2)
+    pace.note(2, 2, 2, 0.1)
+    pace.note(0, 0, 0, 0.1, rows=2)
+    stats = pace.stats()
+    assert stats == PaceStats(rounds=2, plain_steps=1, drafted=9, accepted=5, tokens=10, row_steps=5, is_on=True)
+    assert stats.acceptance_rate == 5 / 9 and stats.tokens_per_step == 2.0
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 1], [2, 1], [1, 1]])
+def test_sizes_ascend(sizes):
+    with pytest.raises(ValueError, match="ascend"):
+        Pace(sizes)
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        *[(3, 3, 0, 1.0), (2, 3, 0, 1.0), (2, 1, 2, 1.0), (2, 2, -1, 1.0), (0, 1, 0, 1.0), (2, 2, 2, -1.0)],
+        *[(2, 2, 2, float("nan")), (2, 2, 2, float("inf")), (2, 0, 0, 1.0, 0)],
+    ],
+)
+def test_rounds_that_cannot_be_change_nothing(noted):
+    pace = Pace([2, 4])
+    with pytest.raises(ValueError, match="size"):
+        pace.note(*noted)
+    assert pace.stats() == PaceStats() and pace._rates() == Pace([2, 4])._rates()

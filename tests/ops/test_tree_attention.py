@@ -1,0 +1,142 @@
+"""Attention of token trees: the oracle, and the kernel, against float64 over each node's keys gathered one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+from tree_oracle import allowed_error, expected, make_tree_case
+
+from hf_turbo.ops import reference
+from hf_turbo.ops.attention_config import AttentionConfig
+from hf_turbo.ops.metadata import AttentionMetadata, TreeNodes
+from hf_turbo.ops.paged_attention import paged_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = AttentionConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
+PEELED = dataclasses.replace(SMALL, peel=True)
+SPLIT = dataclasses.replace(PEELED, num_splits=3)
+CONFIGS = pytest.mark.parametrize("config", [SMALL, PEELED, SPLIT], ids=["plain", "peeled", "split"])
+COMMITTED = [0, 5, 37, 64]
+
+
+def check_reference(case, trees):
+    out = reference.paged_attention(case.q, case.kv, case.metadata, **case.arguments)
+    error = (out.double() - expected(case, trees)).abs().max().item()
+    assert error <= allowed_error(case, trees), f"error {error:.2e}, allowed {allowed_error(case, trees):.2e}"
+    return out
+
+
+def check(case, trees, config=None):
+    """Runs the kernel into an output of NaN and compares it with float64."""
+    out = torch.full((*case.q.shape[:2], case.values[0].shape[2]), torch.nan).to(case.q)
+    paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=config)
+    error = (out.double() - expected(case, trees)).abs().max().item()
+    assert error <= allowed_error(case, trees), f"error {error:.2e}, allowed {allowed_error(case, trees):.2e}"
+    return out
+
+
+VARIANTS = {
+    "plain": {},
+    "one node": {"num_nodes": 1},
+    "64 nodes": {"num_nodes": 64, "committed": [3, 40]},
+    "window": {"sliding_window": 20},
+    "window of less than the tree": {"sliding_window": 3},
+    "window of one": {"sliding_window": 1},
+    "soft cap": {"logit_softcap": 1.5},
+    "sinks": {"sinks": True},
+    "window, soft cap and sinks": {"sliding_window": 9, "logit_softcap": 2.0, "sinks": True},
+    "one KV head": {"num_heads": 5, "num_kv_heads": 1},
+    "no groups": {"num_heads": 3, "num_kv_heads": 3},
+    "heads of 80, values of 48": {"k_dim": 80, "v_dim": 48},
+    "blocks of one": {"block_size": 1},
+    "blocks of 64": {"block_size": 64},
+    "three segments, gaps": {"num_segments": 3, "layout": "gaps", "strided_q": True},
+    "an unused row": {"unused": [1]},
+    "unused rows with sinks and a window": {"unused": [0, 3], "sinks": True, "sliding_window": 6},
+}
+
+
+def make(name, **changes):
+    options = {"committed": COMMITTED, "num_nodes": 12, "block_size": 16, "device": DEVICE}
+    return make_tree_case(**(options | VARIANTS[name] | changes))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("placement", ["in order", "scattered"])
+def test_reference(name, placement):
+    check_reference(*make(name, placement=placement))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_reference_in_half_precision(dim):
+    check_reference(*make("plain", k_dim=dim, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_chain_is_a_chunk(window):
+    """A tree without branches sees what the tokens of a prompt see."""
+    case, _ = make_tree_case(COMMITTED, 9, chain=True, block_size=8, sliding_window=window, device=DEVICE)
+    chunk = dataclasses.replace(case.metadata, tree=None)
+    for attend in (reference.paged_attention, paged_attention):
+        as_tree = attend(case.q, case.kv, case.metadata, **case.arguments)
+        as_chunk = attend(case.q, case.kv, chunk, **case.arguments)
+        torch.testing.assert_close(as_tree, as_chunk, rtol=1e-5, atol=1e-6)
+
+
+@CONFIGS
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernel(name, config):
+    """Rows of a sequence fill several tiles; splits may have nothing that some row, or any, sees."""
+    case, trees = make(name)
+    out = check(case, trees, config)
+    for row in VARIANTS[name].get("unused", []):
+        assert (out[12 * row : 12 * (row + 1)] == 0).all()
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)])
+def test_kernel_head_sizes_in_half_precision(dims):
+    case, trees = make("plain", committed=[33], k_dim=dims[0], v_dim=dims[1], dtype=torch.float16, num_segments=2)
+    check(case, trees, SPLIT)
+
+
+@pytest.mark.parametrize("name", ["64 nodes", "window"])
+def test_kernel_as_configured(name):
+    check(*make(name, max_seqlen_k=4096))
+
+
+def test_each_tree_has_its_own_nodes():
+    """Shown by failing: with the masks of another order the result is another."""
+    case, trees = make("plain")
+    case.metadata.tree.masks.copy_(case.metadata.tree.masks.flip(0))
+    for check_one in (check_reference, check):
+        with pytest.raises(AssertionError):
+            check_one(case, trees)
+
+
+def test_moves_to_a_device_with_the_rest():
+    case, _ = make("plain")
+    there = case.metadata.on(torch.device("meta"))
+    assert there.tree.masks.device.type == there.tree.depths.device.type == "meta"
+    assert case.metadata.on(case.q.device).tree is case.metadata.tree
+
+
+@pytest.mark.parametrize(
+    "masks, depths, message",
+    [
+        (torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), "masks must be int64"),
+        (torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), "depths int32"),
+        (torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), "one of each"),
+        (torch.zeros(6, dtype=torch.int64)[::2], torch.zeros(3, dtype=torch.int32), "contiguous"),
+        (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32), "one dimension"),
+    ],
+)
+def test_wrong_nodes(masks, depths, message):
+    with pytest.raises(ValueError, match=message):
+        TreeNodes(masks, depths)
+
+
+def test_too_many_nodes():
+    nodes = TreeNodes(torch.zeros(65, dtype=torch.int64), torch.zeros(65, dtype=torch.int32))
+    table = torch.zeros(1, 9, dtype=torch.int32)
+    with pytest.raises(ValueError, match="at most 64 nodes"):
+        AttentionMetadata(table, table[0, :1], table[0, :2], 65, 65, tree=nodes)
