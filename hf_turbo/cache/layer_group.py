@@ -87,15 +87,17 @@ class LayerGroup:
         self._copy_blocks(copies)
         return self.plan
 
-    def advance(self, start: int, num_nodes: int = 1, reach: int = 1) -> None:
+    def advance(self, start: int, num_nodes: int = 1, reach: int = 1, is_first: bool = True) -> None:
         """Takes blocks for one more column of every row after `start`; a captured step fills them.
 
         Args:
             num_nodes: or for the nodes of a token tree after each row.
             reach: tokens that may stay of it.
+            is_first: nothing is under way that may need more blocks than rows of these lengths have.
         """
         self.plan = None
-        self._forget_failed(start)
+        if is_first:
+            self._forget_failed(start)
         self._flush(start, reach)
         self.num_columns = start + num_nodes
         old_lens = self.layout.lengths(start)
@@ -103,10 +105,17 @@ class LayerGroup:
         self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start), reach=reach))
         self.table.group.stored_tokens += len(new_lens)
 
-    def keep(self, lengths: Sequence[int], num_columns: int) -> None:
-        """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already."""
+    def keep(self, lengths: Sequence[int], num_columns: int, may_shrink: bool) -> None:
+        """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already.
+
+        Args:
+            may_shrink: as of `PagedCache.keep`.
+        """
         self.plan = None
-        self._crop_table(lengths)
+        if may_shrink:
+            self.table.truncate(lengths)
+        else:
+            self._crop_table(lengths)
         self.num_columns = num_columns
 
     def move_tokens(self, lengths: Sequence[int], path: torch.Tensor, counts: torch.Tensor) -> None:

@@ -285,15 +285,18 @@ class PagedCache(Cache):
             group.crop(keep)
         self._set_length(keep)
 
-    def advance(self) -> None:
+    def advance(self, ahead: int = 0) -> None:
         """Takes blocks for one more token of every row. `finish_step` counts it, once it is stored.
+
+        Args:
+            ahead: tokens that rows may have got by forwards under way, at most; their blocks are there.
 
         While it verifies drafts, for all nodes of the tree; `keep` counts what stays of them.
         """
         tree = self.layout.tree
         num_nodes, reach = (1, 1) if tree is None else (tree.num_nodes, tree.max_depth + 1)
         for group in self.groups.values():
-            group.advance(self.get_seq_length(), num_nodes, reach)
+            group.advance(self.get_seq_length(), num_nodes + ahead, reach + ahead, is_first=not ahead)
 
     def move_accepted(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """After a forward of a tree: moves the nodes of each row's path to where the row's next tokens belong.
@@ -305,15 +308,23 @@ class PagedCache(Cache):
         for group in self.groups.values():
             group.move_tokens(self.layout.lengths(self.get_seq_length()), path, counts)
 
-    def keep(self, lengths: Sequence[int]) -> None:
+    def note_lengths(self, lengths: Sequence[int]) -> None:
+        """Takes in how many tokens rows have come to while another forward is under way; `keep` comes after the last.
+        """
+        self._set_length(self.layout.set_lengths(lengths))
+
+    def keep(self, lengths: Sequence[int], may_shrink: bool = False) -> None:
         """Makes rows so many tokens long, none longer than it is with what the last forward brought.
 
         Rows may come to differ in length by other than their left padding: those that have fewer tokens count columns
         before their first as padding.
+
+        Args:
+            may_shrink: a later call may make rows shorter: a past that is recorded stays.
         """
         num_columns = self.layout.set_lengths(lengths)
         for group in self.groups.values():
-            group.keep(lengths, num_columns)
+            group.keep(lengths, num_columns, may_shrink)
         self._set_length(num_columns)
 
     def finish_step(self, length: int) -> None:

@@ -74,6 +74,10 @@ class DraftModelDrafter:
         #: Set by who can patch models.
         self.borrow: Borrow | None = None
 
+    def tree_of(self, size: int) -> TokenTree:
+        """A chain."""
+        return TokenTree.chain(size)
+
     def serves(self, speculation: Any) -> bool:
         """Whether it is what such a `DraftModel` asks for."""
         return speculation.model is self.model
@@ -104,6 +108,10 @@ class _Session:
     but one has not been in the draft model either.
     """
 
+    guesses = None
+    foresees = False
+    is_stale = False
+
     def __init__(self, model: Any, cache: PagedCache, context: DraftContext) -> None:
         self.on_close = ExitStack()
         self._vocabulary = context.model.config.get_text_config(decoder=True).vocab_size
@@ -123,7 +131,7 @@ class _Session:
         first = prompt[:, -1:]
         self._steps = TreeSteps(model, kwargs, self._known(first), context.max_length, alone=True)
 
-    def propose(self, size: int, texts: Texts) -> Draft | None:
+    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
         # All of a row's text but its last two tokens is in the cache, and perhaps what has been rejected.
         known = [length - pad - 2 for length, pad in zip(texts.lengths, self._padding(texts), strict=True)]
         self._steps.keep([n - length for n, length in zip(known, self._steps.lengths, strict=True)])
@@ -132,7 +140,7 @@ class _Session:
         for offset in range(size):
             tree = TokenTree.chain(tokens.shape[1] - 1)
             logits = self._steps.forward(tree, self._known(tokens))[:, -1]
-            self._steps.keep([tree.num_nodes] * texts.num_rows)
+            self._steps.keep([tree.num_nodes] * texts.num_rows, may_shrink=True)
             token, probabilities = self._choose(logits, texts, offset)
             texts.write(offset, token)
             columns.append(token)
@@ -144,6 +152,9 @@ class _Session:
         return Draft(TokenTree.chain(size), torch.stack(columns, dim=1), size * texts.num_rows, by_node)
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
+        pass
+
+    def miss(self) -> None:
         pass
 
     def select(self, rows: Sequence[int]) -> None:

@@ -59,14 +59,44 @@ class DraftContext:
     max_length: int | None
 
 
-class DraftSession(Protocol):
-    """A drafter at work on the rows of one call."""
+class Guesses(Protocol):
+    """Drafts that are computed on the device from what the model's head was given."""
 
-    def propose(self, size: int, texts: Texts) -> Draft | None:
-        """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose."""
+    tree: TokenTree
+
+    def guess(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        """Tokens of the tree, int64 `[rows, nodes]`, after the rows' newest tokens, int64 `[rows]`.
+
+        Args:
+            hidden: `[rows, hidden_size]`, what the newest tokens were chosen by.
+        """
+
+
+class DraftSession(Protocol):
+    """A drafter at work on the rows of one call.
+
+    Attributes:
+        guesses: how drafts are made on the device, if they are.
+        foresees: can propose what follows tokens that are not known yet.
+        is_stale: it has to `learn` before it can propose.
+    """
+
+    guesses: Guesses | None
+    foresees: bool
+    is_stale: bool
+
+    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
+        """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose.
+
+        Args:
+            num_unknown: tokens that each row has more than are known; the draft follows them.
+        """
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         """Takes in what was accepted of the last forward's nodes, before the host knows it."""
+
+    def miss(self) -> None:
+        """Rounds have passed without `learn`."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps only these rows."""
@@ -89,6 +119,9 @@ class Drafter(Protocol):
     sizes: tuple[int, ...]
     adaptive: bool
     reads_hidden: bool
+
+    def tree_of(self, size: int) -> TokenTree:
+        """The shape of a draft of this size."""
 
     def serves(self, speculation: Any) -> bool:
         """Whether it is what a `Speculation` asks for that prints the same."""

@@ -68,7 +68,7 @@ class Medusa:
             ValueError: no heads are there, or they don't fit the model.
         """
         heads = MedusaHeads.from_pretrained(self.path, model)
-        return MedusaDrafter(heads, self._shape(heads), self.adaptive)
+        return MedusaDrafter(model, heads, self._shape(heads), self.adaptive)
 
     def _shape(self, heads: MedusaHeads) -> TokenTree:
         paths: Sequence[Sequence[int]]
@@ -88,6 +88,7 @@ class MedusaDrafter:
     """Heads that have been read for a model.
 
     Args:
+        model: whose heads they are.
         heads: in the model's dtype, on its device.
         tree: what is made of their guesses.
     """
@@ -95,9 +96,18 @@ class MedusaDrafter:
     name = "Medusa"
     reads_hidden = True
 
-    def __init__(self, heads: MedusaHeads, tree: TokenTree, adaptive: bool) -> None:
-        self.heads, self.tree, self.adaptive = heads, tree, adaptive
+    def __init__(self, model: Any, heads: MedusaHeads, tree: TokenTree, adaptive: bool) -> None:
+        self.tree, self.adaptive = tree, adaptive
         self.sizes = (tree.max_depth,)
+        self._heads = heads
+        self._project = output_projection(model)
+        ranks, depths = torch.tensor(tree.ranks[1:]), torch.tensor(tree.depths[1:])
+        self._num_ranks = int(ranks.max()) + 1
+        self._places = (depths - 1) * self._num_ranks + ranks
+
+    def tree_of(self, size: int) -> TokenTree:
+        """The one tree."""
+        return self.tree
 
     def serves(self, speculation: Any) -> bool:
         """Heads are read once for a model."""
@@ -105,43 +115,52 @@ class MedusaDrafter:
 
     def begin(self, context: DraftContext) -> _Session:
         """Reads the prompt's last hidden states."""
-        return _Session(self, context)
+        if context.head_input is None:
+            raise ValueError("Medusa heads need what the model's head is given")
+        return _Session(self, context.head_input)
+
+    @torch.no_grad()
+    def guess(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        """The tree's tokens, int64 `[rows, nodes]`; see `Guesses`."""
+        features = self._heads.features(hidden)[:, : self.tree.max_depth]
+        best = self._logits(features).topk(self._num_ranks, dim=-1).indices
+        if self._places.device != best.device:
+            self._places = self._places.to(best.device)
+        return torch.cat([roots.unsqueeze(1), best.flatten(1).index_select(1, self._places)], dim=1)
+
+    def _logits(self, features: torch.Tensor) -> torch.Tensor:
+        """`[rows, heads, vocabulary]` of what the blocks gave, `[rows, heads, hidden_size]`."""
+        if self._heads.projections is None:
+            return self._project(features)
+        own = self._heads.projections[: self.tree.max_depth]
+        return torch.bmm(features.transpose(0, 1), own.transpose(1, 2)).transpose(0, 1)
 
 
 class _Session:
-    def __init__(self, drafter: MedusaDrafter, context: DraftContext) -> None:
-        if context.head_input is None:
-            raise ValueError("Medusa heads need what the model's head is given")
-        self._heads, self._tree, self._watch = drafter.heads, drafter.tree, context.head_input
-        self._project = output_projection(context.model)
-        self._hidden = self._watch.take()[:, -1]  # [rows, hidden_size], of each row's last but one token
-        device = self._hidden.device
-        ranks, depths = torch.tensor(self._tree.ranks[1:]), torch.tensor(self._tree.depths[1:])
-        self._num_ranks = int(ranks.max()) + 1
-        self._num_heads = self._tree.max_depth
-        self._places = ((depths - 1) * self._num_ranks + ranks).to(device)
+    foresees = False
 
-    def propose(self, size: int, texts: Texts) -> Draft | None:
-        features = self._heads.features(self._hidden)[:, : self._num_heads]
-        guesses = self._guesses(features).topk(self._num_ranks, dim=-1).indices
-        drafted = guesses.flatten(1).index_select(1, self._places)
-        tokens = torch.cat([texts.last.unsqueeze(1), drafted], dim=1)
-        return Draft(self._tree, tokens, self._tree.max_depth * texts.num_rows)
+    def __init__(self, drafter: MedusaDrafter, watch: HeadInput) -> None:
+        self.guesses = drafter
+        self.is_stale = False
+        self._watch = watch
+        self._hidden = watch.take()[:, -1]  # [rows, hidden_size], which the newest tokens are chosen by
+
+    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
+        tokens = self.guesses.guess(self._hidden, texts.last)
+        return Draft(self.guesses.tree, tokens, self.guesses.tree.max_depth * texts.num_rows)
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         hidden = self._watch.take()
         hidden = hidden.reshape(-1, num_nodes, hidden.shape[-1])
         last = accepted.path.gather(1, accepted.counts.unsqueeze(1)).unsqueeze(2)
         self._hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))[:, 0]
+        self.is_stale = False
+
+    def miss(self) -> None:
+        self.is_stale = True
 
     def select(self, rows: Sequence[int]) -> None:
         self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
 
     def close(self) -> None:
         pass
-
-    def _guesses(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits `[rows, heads, vocabulary]` of what the blocks gave, `[rows, heads, hidden_size]`."""
-        if self._heads.projections is None:
-            return self._project(features)
-        return torch.einsum("bhd,hvd->bhv", features, self._heads.projections[: self._num_heads])

@@ -42,26 +42,26 @@ class NodeChoice:
             for kind in ("scores", "logits")
             if keeps and getattr(generation_config, f"output_{kind}")
         }
-        self._is_plain = not (processors or self._samples or keeps)
+        #: The likeliest token counts, and nothing is kept of it.
+        self.is_plain = not (processors or self._samples or keeps)
         self._random = DeviceRandom(device) if self._samples and texts.num_rows == 1 and not waits else None
         #: Of the last round, by kind and depth: `[rows, vocabulary]`.
         self._newest: dict[str, list[torch.Tensor]] = {}
 
-    def __call__(self, tree: TokenTree, draft: Draft | None, tokens: torch.Tensor, logits: torch.Tensor) -> Accepted:
-        """What stays of a draft, and the model's own next tokens. Its tokens are written behind the texts.
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Accepted:
+        """What stays of a draft, and the model's own next tokens. They are written behind the texts.
 
         Args:
-            tree: the shape of the draft; the root alone without one.
-            tokens: int64 `[rows, nodes]`.
             logits: `[rows, nodes, vocabulary]`.
         """
-        if self._is_plain:
+        tree, tokens = draft.tree, draft.tokens
+        if self.is_plain:
             chosen = argmax(logits.flatten(0, 1)).view(tokens.shape)
             accepted = accept_greedy(tree, tokens, chosen)
             self._texts.write(0, accepted.tokens)
             return accepted
         self._newest = {kind: [] for kind in self._kept}
-        if draft is not None and draft.probabilities is not None:
+        if draft.probabilities is not None:
             accepted = self._reject(tree, draft.probabilities, tokens, logits)
             self._texts.write(0, accepted.tokens)
             return accepted

@@ -46,6 +46,10 @@ class PromptLookup:
         """Any model will do."""
         return self
 
+    def tree_of(self, size: int) -> TokenTree:
+        """A chain."""
+        return TokenTree.chain(size)
+
     def serves(self, speculation: Any) -> bool:
         """All of the same numbers do."""
         return True
@@ -56,6 +60,10 @@ class PromptLookup:
 
 
 class _Session:
+    guesses = None
+    foresees = True
+    is_stale = False
+
     def __init__(self, context: DraftContext, sizes: tuple[int, ...], min_match: int) -> None:
         self._sizes, self._min_match = sizes, min_match
         texts, mask = context.texts, context.attention_mask
@@ -66,12 +74,13 @@ class _Session:
         self._indices = [SuffixIndex(row) for row in rows]
         self._seen = [0] * len(rows)  # new tokens that are in the index
 
-    def propose(self, size: int, texts: Texts) -> Draft | None:
+    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
         proposals = []
         for row, (index, new) in enumerate(zip(self._indices, texts.new, strict=True)):
             index.extend(new[self._seen[row] :])
             self._seen[row] = len(new)
-            proposals.append(index.propose(size, self._min_match))
+            # The tokens that are not known are taken for those that followed the last time.
+            proposals.append(index.propose(size + num_unknown, self._min_match)[num_unknown:])
         longest = max(map(len, proposals))
         if longest == 0:
             return None
@@ -82,6 +91,9 @@ class _Session:
         return Draft(TokenTree.chain(length), tokens, sum(map(len, proposals)))
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
+        pass
+
+    def miss(self) -> None:
         pass
 
     def select(self, rows: Sequence[int]) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 
 
-class _Letter:
+class Letter:
     """Small tensors of one step on their way to the host. Used again and again."""
 
     def __init__(self) -> None:
         self._at_home: list[torch.Tensor | None] = []
         self._arrived: torch.cuda.Event | None = None
 
-    def send(self, *tensors: torch.Tensor | None) -> _Letter:
-        """Copies tensors of one device, the same shapes each time; None where there is nothing to tell."""
+    def send(self, *tensors: torch.Tensor | None) -> Letter:
+        """Copies tensors of one device, best of the same shapes each time; None where there is nothing to tell."""
         device = next(x.device for x in tensors if x is not None)
         if device.type != "cuda":
             self._at_home = [None if x is None else x.cpu() for x in tensors]
             return self
-        if self._arrived is None:
+        if self._arrived is None or not self._fits(tensors):
             self._at_home = [None if x is None else torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
             self._arrived = torch.cuda.Event()
         for home, x in zip(self._at_home, tensors, strict=True):
@@ -29,6 +29,10 @@ class _Letter:
                 home.copy_(x, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(device))
         return self
+
+    def _fits(self, tensors: tuple[torch.Tensor | None, ...]) -> bool:
+        shapes = [None if x is None else x.shape for x in tensors]
+        return shapes == [None if x is None else x.shape for x in self._at_home]
 
     def open(self) -> list[torch.Tensor | None]:
         """The tensors on the CPU, until the letter is sent again; waits until they are there."""
@@ -48,8 +52,8 @@ class Readback:
     def __init__(self, streamer: Any, runs_ahead: bool) -> None:
         self.runs_ahead = runs_ahead
         self._streamer = streamer
-        self._under_way: deque[_Letter] = deque()
-        self._spare = [_Letter(), _Letter()]
+        self._under_way: deque[Letter] = deque()
+        self._spare = [Letter(), Letter()]
 
     def after_step(self, verdict: torch.Tensor | None, tokens: torch.Tensor, is_last: bool) -> bool:
         """Whether the loop stops here.
@@ -79,7 +83,7 @@ class Readback:
         """Steps that were launched after the one that ended the text."""
         return len(self._under_way)
 
-    def _says_stop(self, letter: _Letter) -> bool:
+    def _says_stop(self, letter: Letter) -> bool:
         verdict, tokens = letter.open()
         if tokens is not None:
             self._streamer.put(tokens.clone())

@@ -17,14 +17,13 @@ from ..cache.paged_cache import DraftsUnsuited, PagedCache
 from ..cache.token_tree import MAX_NODES, TokenTree
 from ..compat import CACHE_NAME
 from ..modeling.head_input import HeadInput
-from .acceptance import Accepted
-from .drafts import Drafter, DraftContext, DraftSession
+from .ahead_rounds import AheadRounds
+from .drafts import Draft, DraftContext, Drafter
 from .known import ProcessorKinds, criteria_are_known
-from .loop import can_sample
-from .node_choice import NodeChoice
+from .loop import can_sample, runs_ahead
 from .pace import Pace
-from .stopping import StopRules, TokenStops
-from .texts import Texts
+from .rows import Rows
+from .stopping import StopRules
 from .tree_steps import TreeSteps
 
 _ROOT = TokenTree.chain(0)
@@ -73,204 +72,179 @@ def speculate(
 
     Raises:
         DraftsUnsuited: drafts can't be verified with this model or call. The prompt is in the cache, no token has been
-            chosen, no random number drawn; `model_kwargs` are as the prompt's forward left them.
+            chosen, no random number drawn.
     """
     cache: PagedCache = model_kwargs[CACHE_NAME]
-    watch = cache.head_input = HeadInput(model) if drafter.reads_hidden else None
     keeps_cache = generation_config.return_dict_in_generate or cache.is_given
-    rows = _Rows(model, input_ids, processors, criteria, generation_config, streamer, keeps_cache)
+    rows = Rows(input_ids, processors, criteria, generation_config, streamer, keeps_cache)
+    watch = cache.head_input = HeadInput(model) if drafter.reads_hidden else None
     try:
         outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+        first = outputs.logits[:, -1:]
+        del outputs  # the logits of a prompt may be large
         with model._optimize_model_for_decode():
-            return rows.run(outputs.logits[:, -1:], model_kwargs, drafter, pace, watch)
+            column = input_ids.new_zeros(len(input_ids), 1)
+            steps = TreeSteps(model, model_kwargs, column, rows.stops.max_length, rows.is_alone)
+            _probe(model, steps, drafter)
+            rounds = _Rounds(model, rows, steps, drafter, pace, model_kwargs.get("attention_mask"), watch)
+            return rounds.run(first)
     finally:
         cache.head_input = None
 
 
-class _Rows:
-    """The rows of one call, and the rounds that they go through.
+def _probe(model: Any, steps: TreeSteps, drafter: Drafter) -> None:
+    """Sees once whether drafts can be verified with this model, while nothing of the text has been said."""
+    handle, num_rows = model._hf_turbo, len(steps.lengths)
+    if handle.drafts_work:
+        return
+    tree = drafter.tree_of(drafter.sizes[0])
+    watch = steps.cache.head_input
+    hidden = None if watch is None else watch.value
+    try:
+        steps.forward(tree, torch.zeros(num_rows, tree.num_nodes, dtype=torch.int64, device=model.device))
+    except DraftsUnsuited as error:
+        handle.no_drafts = str(error)
+        raise
+    finally:
+        if watch is not None:
+            watch.value = hidden
+        steps.keep([0] * num_rows)
+    handle.drafts_work = True
+
+
+class _Rounds:
+    """A draft, a forward, a look at what has been accepted; and again.
 
     Args:
-        input_ids: the prompt, int64 `[rows, columns]`.
+        mask: as the prompt's forward has left it: of the prompt and the token that comes.
     """
 
     def __init__(
         self,
         model: Any,
-        input_ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        generation_config: Any,
-        streamer: Any,
-        keeps_cache: bool,
-    ) -> None:
-        kinds, device = ProcessorKinds.of(processors), input_ids.device
-        self._model, self._config = model, generation_config
-        self._streamer, self._keeps_cache = streamer, keeps_cache
-        self._prompt = input_ids
-        self._draws = kinds.by_row
-        self._alone = kinds.known and criteria_are_known(criteria) and streamer is None
-        self._texts = Texts(input_ids, processors)
-        waits = device.type == "cpu" or not kinds.known
-        self._choice = NodeChoice(self._texts, generation_config, bool(processors), device, waits)
-        self._stops = TokenStops(criteria)
-        self._reminder = StopRules(criteria, device)
-        #: Which row of the call each row at work is, and the new tokens of all.
-        self._origins = list(range(len(input_ids)))
-        self._new: list[list[int]] = [[] for _ in self._origins]
-        self._done = [False] * len(input_ids)
-        self._num_streamed = 0
-
-    def run(
-        self,
-        first: torch.Tensor,
-        model_kwargs: dict[str, Any],
+        rows: Rows,
+        steps: TreeSteps,
         drafter: Drafter,
         pace: Pace,
+        mask: torch.Tensor | None,
         watch: HeadInput | None,
-    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """The rounds, after the prompt's last logits `[rows, 1, vocabulary]`."""
-        mask = model_kwargs.get("attention_mask")
-        limit = self._stops.max_length
-        samples = bool(self._config.do_sample)
-        context = DraftContext(self._model, self._texts, mask, samples, self._draws, watch, limit)
-        if mask is not None:  # it has grown by the token that comes
-            context = DraftContext(self._model, self._texts, mask[:, :-1], samples, self._draws, watch, limit)
-        steps = TreeSteps(self._model, model_kwargs, self._prompt.new_zeros(len(self._prompt), 1), limit, self._alone)
-        self._probe(steps, watch)
-        session = drafter.begin(context)
-        try:
-            self._take(self._choice(_ROOT, None, first.new_zeros(len(first), 1, dtype=torch.int64), first))
-            pace.new_text()
-            while not all(self._done):
-                self._round(steps, session, pace)
-            if self._keeps_cache:
-                self._even_out(steps)
-        finally:
-            session.close()
-            steps.close()
-        if self._streamer is not None:
-            self._streamer.end()
-        return self._result(steps.cache)
+    ) -> None:
+        self._rows, self._steps, self._pace = rows, steps, pace
+        samples = bool(rows.config.do_sample)
+        mask = None if mask is None else mask[:, :-1]
+        context = DraftContext(model, rows.texts, mask, samples, rows.draws, watch, rows.stops.max_length)
+        self._session = drafter.begin(context)
+        self._goes_ahead = rows.is_plain and runs_ahead(rows.prompt.device)
 
-    def _probe(self, steps: TreeSteps, watch: HeadInput | None) -> None:
-        """Sees once whether drafts can be verified with this model, while nothing of the text has been said."""
-        handle = self._model._hf_turbo
-        if handle.drafts_work:
-            return
-        hidden = None if watch is None else watch.value
+    def run(self, first: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """All of them, after the prompt's last logits `[rows, 1, vocabulary]`."""
+        rows = self._rows
         try:
-            steps.forward(TokenTree((-1, 0, 0)), self._prompt.new_zeros(len(self._prompt), 3))
-        except DraftsUnsuited as error:
-            handle.no_drafts = str(error)
-            raise
+            rows.take(rows.choice(self._root(), first))
+            self._pace.new_text()
+            while not all(rows.done):
+                self._drop_done()
+                size = 0 if self._session.is_stale else self._pace.choose()
+                draft = self._session.propose(size, rows.texts) if size else None
+                # A session that has missed what was accepted learns from a round of which the host sees all.
+                ahead = self._goes_ahead and not self._session.is_stale and self._run_ahead(size, draft)
+                if not ahead:
+                    self._run_one(size, draft)
+            if rows.keeps_cache:
+                self._even_out()
         finally:
-            steps.keep([0] * len(self._prompt))
-        if watch is not None:
-            watch.value = hidden
-        handle.drafts_work = True
+            self._session.close()
+            self._steps.close()
+        return rows.result(self._steps.cache)
 
-    def _round(self, steps: TreeSteps, session: DraftSession, pace: Pace) -> None:
-        """One draft, or a plain step; one forward; one look at what has been accepted."""
-        began = time.perf_counter()
-        self._drop_done(steps, session)
-        size = pace.choose()
-        draft = session.propose(size, self._texts) if size else None
-        tree = _ROOT if draft is None else draft.tree
-        tokens = self._texts.last.unsqueeze(1) if draft is None else draft.tokens
-        logits = steps.forward(tree, tokens)
-        accepted = self._choice(tree, draft, tokens, logits)
-        session.learn(accepted, tree.num_nodes)
+    def _run_one(self, size: int, draft: Draft | None) -> None:
+        """One round, from a draft to its outcome."""
+        began, rows = time.perf_counter(), self._rows
+        draft = draft or self._root()
+        tree = draft.tree
+        logits = self._steps.forward(tree, draft.tokens)
+        accepted = rows.choice(draft, logits)
+        self._session.learn(accepted, tree.num_nodes)
         if not tree.is_chain:
-            steps.cache.move_accepted(accepted.path, accepted.counts + 1)
-        num_open = self._done.count(False)
-        added, num_accepted = self._take(accepted)
-        steps.keep(added)
-        drafted = 0 if draft is None else min(draft.num_drafted, size * num_open)
-        # Without a match a lookup has not cost anything: as good as a plain step.
-        pace.note(size if drafted else 0, drafted, min(num_accepted, drafted), time.perf_counter() - began, num_open)
+            self._steps.cache.move_accepted(accepted.path, accepted.counts + 1)
+        num_open = rows.done.count(False)
+        added, num_accepted = rows.take(accepted)
+        self._steps.keep(added)
+        self._note(size, draft.num_drafted, num_accepted, began, num_open)
 
-    def _take(self, accepted: Accepted) -> tuple[list[int], int]:
-        """Reads what was accepted; the answer is how many tokens each row has got, and how many drafts were accepted.
-        """
-        numbers = torch.cat([accepted.tokens, accepted.counts.unsqueeze(1)], dim=1).tolist()
-        new: list[list[int]] = []
-        num_accepted = 0
-        for row, (*tokens, count) in enumerate(numbers):
-            if self._done[row]:
-                new.append([])
-                continue
-            num_accepted += count
-            length = self._texts.lengths[row]
-            kept, self._done[row] = self._stops.cut(
-                tokens[: count + 1],
-                length,
-                lambda end, row=row: self._texts.row(row, end),  # type: ignore[misc]
-                lambda n, row=row: self._choice.scores_with(row, n),  # type: ignore[misc]
-            )
-            new.append(kept)
-            self._new[self._origins[row]] += kept
-            for end in range(length + 1, length + len(kept) + 1):
-                self._reminder.remind(end)
-        self._choice.take([len(tokens) for tokens in new])
-        self._texts.append(new)
-        self._stream()
-        return list(map(len, new)), num_accepted
+    def _run_ahead(self, size: int, draft: Draft | None) -> bool:
+        """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
+        ahead = AheadRounds(self._steps, self._session.guesses)
+        if not ahead.launch(draft or self._root(), size):
+            return False
+        began = time.perf_counter()
+        while ahead.num_under_way:
+            while self._launch_next(ahead):
+                pass
+            if ahead.num_under_way:
+                began = self._receive(ahead, began)
+        self._steps.keep([0] * len(self._rows.done))
+        self._session.miss()
+        return True
 
-    def _drop_done(self, steps: TreeSteps, session: DraftSession) -> None:
+    def _launch_next(self, ahead: AheadRounds) -> bool:
+        """Begins one more round; False: not now."""
+        num_under_way = ahead.num_under_way
+        if num_under_way == 2 or any(self._rows.done) or ahead.is_closing or self._are_enough(num_under_way):
+            return False
+        size, session = self._pace.choose(), self._session
+        if num_under_way == 0:
+            draft = (session.propose(size, self._rows.texts) if size else None) or self._root()
+            return ahead.launch(draft, size)
+        if session.guesses is not None:
+            return ahead.launch_guess(size) if size else ahead.launch_root()
+        if not ahead.only_plain_under_way or (size and not session.foresees):
+            return False
+        foreseen = session.propose(size, self._rows.texts, num_under_way) if size else None
+        return ahead.launch_root() if foreseen is None else ahead.launch(foreseen, size)
+
+    def _receive(self, ahead: AheadRounds, began: float) -> float:
+        """Takes in the oldest round's outcome; answers with when that was."""
+        numbers, one = ahead.receive()
+        num_open = self._rows.done.count(False)
+        added, num_accepted = self._rows.take_numbers(numbers)
+        self._steps.note(added)
+        self._note(one.size, one.num_drafted, num_accepted, began, num_open)
+        return time.perf_counter()
+
+    def _are_enough(self, num_under_way: int) -> bool:
+        """Whether the rounds under way bring all rows to their limit."""
+        limit = self._rows.stops.max_length
+        return limit is not None and min(self._rows.texts.lengths) + num_under_way >= limit
+
+    def _root(self) -> Draft:
+        """No draft: a plain step."""
+        return Draft(_ROOT, self._rows.texts.last.unsqueeze(1), 0)
+
+    def _note(self, size: int, num_drafted: int, num_accepted: int, began: float, num_open: int) -> None:
+        # Without a match a lookup has cost nothing: that was a plain step.
+        drafted = min(num_drafted, size * num_open)
+        seconds = time.perf_counter() - began
+        self._pace.note(size if drafted else 0, drafted, min(num_accepted, drafted), seconds, max(num_open, 1))
+
+    def _drop_done(self) -> None:
         """Rows that have ended leave, unless somebody wants to see what is cached of them."""
-        if self._keeps_cache or not any(self._done):
-            return
-        rows = [row for row, done in enumerate(self._done) if not done]
-        for part in (steps, session, self._texts, self._choice):
-            part.select(rows)
-        self._origins = [self._origins[row] for row in rows]
-        self._done = [False] * len(rows)
+        rows = [row for row, done in enumerate(self._rows.done) if not done]
+        if not self._rows.keeps_cache and len(rows) < len(self._rows.done):
+            for part in (self._steps, self._session, self._rows):
+                part.select(rows)
 
-    def _even_out(self, steps: TreeSteps) -> None:
+    def _even_out(self) -> None:
         """Brings the cache to what it is after as many plain steps: rows that ended earlier go on with padding."""
-        num_new = max(map(len, self._new))
-        missing = [num_new - len(new) for new in self._new]
-        rows = [[new[-1]] + [self._padding] * count for new, count in zip(self._new, missing, strict=True)]
+        new, padding = self._rows.new, self._rows.padding
+        num_new = max(map(len, new))
+        missing = [num_new - len(row) for row in new]
+        rows = [[row[-1]] + [padding] * count for row, count in zip(new, missing, strict=True)]
         while any(missing):
             length = min(max(missing), MAX_NODES)
-            tokens = torch.tensor([(row + [-1] * length)[:length] for row in rows], device=self._prompt.device)
-            steps.forward(TokenTree.chain(length - 1), tokens)
-            steps.keep([min(count, length) for count in missing])
+            tokens = [(row + [padding] * length)[:length] for row in rows]
+            self._steps.forward(TokenTree.chain(length - 1), torch.tensor(tokens, device=self._rows.prompt.device))
+            self._steps.keep([min(count, length) for count in missing])
             rows = [row[length:] for row in rows]
             missing = [max(count - length, 0) for count in missing]
-
-    def _stream(self) -> None:
-        """Hands on the columns that are known of all rows, those of rows that have ended being padding."""
-        if self._streamer is None:
-            return
-        ended = [True] * len(self._new)
-        for row, done in zip(self._origins, self._done, strict=True):
-            ended[row] = done
-        open_rows = [len(new) for new, done in zip(self._new, ended, strict=True) if not done]
-        known = min(open_rows) if open_rows else max(map(len, self._new))
-        for column in range(self._num_streamed, known):
-            tokens = [new[column] if column < len(new) else self._padding for new in self._new]
-            self._streamer.put(torch.tensor(tokens))
-        self._num_streamed = max(self._num_streamed, known)
-
-    def _result(self, cache: PagedCache) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        num_new = max(map(len, self._new))
-        rows = [new + [self._padding] * (num_new - len(new)) for new in self._new]
-        new_tokens = torch.tensor(rows, dtype=self._prompt.dtype).to(self._prompt.device)
-        sequences = torch.cat([self._prompt, new_tokens], dim=1)
-        if not self._config.return_dict_in_generate:
-            return sequences
-        fields: dict[str, Any] = {
-            "sequences": sequences,
-            "scores": self._choice.kept("scores"),
-            "logits": self._choice.kept("logits"),
-            CACHE_NAME: cache,
-        }
-        return GenerateDecoderOnlyOutput(**fields)
-
-    @property
-    def _padding(self) -> int:
-        padding = self._config._pad_token_tensor
-        return 0 if padding is None else int(padding)

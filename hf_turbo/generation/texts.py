@@ -31,6 +31,7 @@ class Texts:
         self._kinds = ProcessorKinds.of(processors)
         self._buffer = input_ids.new_zeros(len(input_ids), self.num_prompt + _SPARE)
         self._buffer[:, : self.num_prompt] = input_ids
+        self._missing: list[list[int]] = [[] for _ in self.new]  # tokens of each row that the device lacks
         self._update()
 
     @property
@@ -45,20 +46,24 @@ class Texts:
     @property
     def last(self) -> torch.Tensor:
         """Each row's newest token, int64 `[rows]`."""
+        self._upload()
         return self._buffer.gather(1, self._ends - 1)[:, 0]
 
     @property
     def last_two(self) -> torch.Tensor:
         """Each row's last two tokens, int64 `[rows, 2]`."""
+        self._upload()
         return self._buffer.gather(1, torch.cat([self._ends - 2, self._ends - 1], dim=1))
 
     def row(self, row: int, length: int | None = None) -> torch.Tensor:
         """One row's tokens, or the first `length` of them, int64 `[1, columns]`."""
+        self._upload()
         end = self.num_prompt + len(self.new[row]) if length is None else length
         return self._buffer[row : row + 1, :end]
 
     def write(self, offset: int, tokens: torch.Tensor) -> None:
         """Puts tokens, int64 `[rows]` or `[rows, n]`, behind each row's text, after `offset` others."""
+        self._upload()
         columns = tokens.reshape(self.num_rows, -1)
         self._make_room(offset + columns.shape[1])
         places = self._ends + torch.arange(offset, offset + columns.shape[1], device=self._ends.device)
@@ -70,8 +75,16 @@ class Texts:
             row.extend(new)
         self._update()
 
+    def append_unwritten(self, tokens: Sequence[Sequence[int]]) -> None:
+        """The same for tokens that only the host has so far."""
+        for row, new, missing in zip(self.new, tokens, self._missing, strict=True):
+            row.extend(new)
+            missing.extend(new)
+
     def select(self, rows: Sequence[int]) -> None:
         """Keeps only these rows."""
+        self._upload()
+        self._missing = [[] for _ in rows]
         self.new = [self.new[row] for row in rows]
         self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
         self._update()
@@ -80,6 +93,7 @@ class Texts:
         """What the processors make of logits, fp32 `[rows, vocabulary]`, of the token after `offset` written ones."""
         if not self._processors:
             return logits
+        self._upload()
         lengths = [length + offset for length in self.lengths]
         if self._kinds.read_no_text or len(set(lengths)) == 1:
             return self._processors(self._buffer[:, : lengths[0]], logits)
@@ -94,6 +108,15 @@ class Texts:
         if self._kinds.read_no_text:
             return self.process(logits.flatten(0, 1)).view_as(logits)
         return torch.stack([self.process(logits[:, node], node) for node in range(logits.shape[1])], dim=1)
+
+    def _upload(self) -> None:
+        """Writes what the device lacks."""
+        longest = max(map(len, self._missing), default=0)
+        if longest:
+            columns = [row + [0] * (longest - len(row)) for row in self._missing]
+            self._missing = [[] for _ in self.new]
+            self.write(0, torch.tensor(columns).to(self._buffer.device, non_blocking=True))
+            self._update()
 
     def _update(self) -> None:
         ends = torch.tensor(self.lengths, dtype=torch.int64)

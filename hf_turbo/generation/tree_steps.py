@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ..cache.paged_cache import DraftsUnsuited, PagedCache
 from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
+from ..modeling.step_graph import Follower
 
 #: Arguments of a step that are made here.
 _OWN = ("input_ids", "attention_mask", "position_ids")
@@ -61,20 +63,54 @@ class TreeSteps:
             tree: the shape of every row's draft.
             tokens: int64 `[rows, nodes]`; -1 where there is none.
         """
-        layout = self.cache.layout
-        ids = tokens.clamp_min(0).reshape(-1, 1) if tree.num_nodes > 1 else tokens
-        layout.tree, layout.only_ones_follow = tree, True
-        try:
-            outputs = self._model(input_ids=ids, position_ids=self._positions(tree), **self._inputs)
-        finally:
-            layout.tree, layout.only_ones_follow = None, False
+        lengths = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
+        with self._verifying(tree):
+            outputs = self._model(**self._arguments(tree, tokens.clamp_min(0), lengths))
         self.cache.model_is_as_it_was = self._alone
         return outputs.logits.view(*tokens.shape, -1)
 
-    def keep(self, added: Sequence[int]) -> None:
-        """Makes rows longer by so many tokens of the last forward; or shorter, where a number is negative."""
+    def forward_ahead(
+        self,
+        tree: TokenTree,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor | None,
+        ahead: int,
+        key: Hashable,
+        follower: Follower,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The same where the host need not know how long rows are, and what is computed of it: two captured graphs.
+
+        Args:
+            tree: the shape of every row's draft.
+            tokens: int64 `[rows, nodes]`, none of them -1.
+            lengths: tokens of each row, int64 `[rows]`; None where no forward is under way.
+            ahead: tokens that a row may have got by forwards under way, at most.
+            key, follower: as of `StepGraph.follow`.
+
+        Returns:
+            What the follower gives, for all rows of the graph; None where there is no graph yet, or no more: `forward`
+            makes it.
+        """
+        known = lengths
+        if known is None:
+            known = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
+        with self._verifying(tree):
+            arguments = self._arguments(tree, tokens, known) | {CACHE_NAME: self.cache}
+            return self._model._hf_turbo.steps.run_drafts(self.cache, arguments, lengths, ahead, key, follower)
+
+    def note(self, added: Sequence[int]) -> None:
+        """Counts tokens of a forward while another is under way; `keep` comes after the last."""
         self.lengths = [length + n for length, n in zip(self.lengths, added, strict=True)]
-        self.cache.keep(self.lengths)
+        self.cache.note_lengths(self.lengths)
+
+    def keep(self, added: Sequence[int], may_shrink: bool = False) -> None:
+        """Makes rows longer by so many tokens of the last forward; or shorter, where a number is negative.
+
+        Args:
+            may_shrink: as of `PagedCache.keep`.
+        """
+        self.lengths = [length + n for length, n in zip(self.lengths, added, strict=True)]
+        self.cache.keep(self.lengths, may_shrink)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps only these rows."""
@@ -86,11 +122,20 @@ class TreeSteps:
         """After the last step."""
         self.cache.model_is_as_it_was = False
 
-    def _positions(self, tree: TokenTree) -> torch.Tensor:
-        """int64 `[rows * nodes, 1]`, or with time, height and width before them."""
-        lengths = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
+    @contextmanager
+    def _verifying(self, tree: TokenTree) -> Iterator[None]:
+        layout = self.cache.layout
+        layout.tree, layout.only_ones_follow = tree, True
+        try:
+            yield
+        finally:
+            layout.tree, layout.only_ones_follow = None, False
+
+    def _arguments(self, tree: TokenTree, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+        """A forward's arguments: tokens and positions `[rows * nodes, 1]`, and what a step of this model takes."""
         depths = tree.tensors(self._offsets.device).depths
         positions = self._offsets + (lengths.unsqueeze(1) + depths)
         if self._last_position is not None:
             positions = torch.minimum(positions, self._last_position)
-        return positions.reshape(*positions.shape[:-2], -1, 1)
+        positions = positions.reshape(*positions.shape[:-2], -1, 1)
+        return {"input_ids": tokens.reshape(-1, 1), "position_ids": positions, **self._inputs}

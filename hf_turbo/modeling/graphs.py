@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from ..config import TurboConfig
 from ..ops.dispatch import uses_triton
 from .fusion import STEP_RULES
 from .model_state import ModelState, is_watched, why_not_captured
-from .step_graph import Forward, StepGraph, StepInputs
+from .step_graph import Follower, Forward, StepGraph, StepInputs
 
 #: Graphs of one model at most; the one that was not used for longest goes.
 MAX_GRAPHS = 16
@@ -136,6 +137,44 @@ class StepGraphs:
             graph.load(cache, inputs, tables, rows.code_tables)
             self.num_replayed += 1
             return graph.replay(cache, inputs.num_rows)
+
+    def run_drafts(
+        self,
+        cache: PagedCache,
+        kwargs: dict[str, Any],
+        lengths: torch.Tensor | None,
+        ahead: int,
+        key: Hashable,
+        follower: Follower,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Verifies drafts by a graph that is there already, and computes what follows by another.
+
+        Args:
+            cache: whose `layout` knows the tree.
+            kwargs: as of `run`.
+            lengths: tokens of each row, int64 `[rows]`, where forwards are under way; None: the host knows them.
+            ahead: tokens that a row may have got by those, at most.
+            key, follower: as of `StepGraph.follow`.
+
+        Returns:
+            What the follower gives, or None: nothing has been done.
+        """
+        inputs = StepInputs.of(kwargs)
+        if inputs is None or not cache.model_is_as_it_was:
+            return None
+        device = inputs.tensors["input_ids"].device
+        with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            graph = self._graphs.get(inputs.key)
+            if graph is None or self._state is None or not self._state.same_memory():
+                return None
+            cache.advance(ahead)
+            if not graph.serves_ahead(cache, ahead):
+                return None
+            self._graphs.move_to_end(inputs.key)
+            self._order_streams()
+            graph.load(cache, inputs, lengths=lengths)
+            self.num_replayed += 1
+            return graph.follow(key, follower, self._pool, _capture_stream(device))
 
     def drop(self) -> None:
         """Forgets all graphs and gives their memory back."""

@@ -6,9 +6,7 @@ cache of the model.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +23,11 @@ from ..compat import CACHE_NAME
 from ..ops.deferred import DeferredMode, Rule
 from .head_input import HeadInput
 from .model_state import settings
+from .recording import record
 
 Forward = Callable[..., Any]
+#: Computes something of a step's output; see `StepGraph.follow`.
+Follower = Callable[["StepGraph"], tuple[torch.Tensor, ...]]
 #: Block tables, int32 `[rows, columns]`, by sliding window.
 Tables = dict[int | None, torch.Tensor]
 
@@ -164,6 +165,8 @@ class StepGraph:
         self.head_input: torch.Tensor | None = None
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        #: What is computed of the output, by what it is: another graph, and its own output.
+        self._followers: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], Follower]] = {}
         self._tables_of: dict[int | None, tuple[int, ...] | None] = {}
         self._bases: list[tuple[Any, ...]] = []  # (layer, its store, where the blocks of that lie)
         self._versions: dict[int | None, int] = {}
@@ -174,10 +177,12 @@ class StepGraph:
         inputs: StepInputs,
         tables: Tables | None = None,
         code_tables: Tables | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> None:
         """Copies a step's inputs to where the graph reads them.
 
         Args:
+            lengths: tokens of each row before the step, int64 `[rows]`, where the host does not know them yet.
             tables: block tables that are newer than the cache's own, by sliding window.
             code_tables: the same of codes, where the cache has them.
         """
@@ -185,9 +190,12 @@ class StepGraph:
             dim = inputs.batch_dim(name)
             target = self.tensors[name]
             (target if dim is None else target.narrow(dim, 0, inputs.num_rows)).copy_(x, non_blocking=True)
-        lens = cache.layout.lengths(cache.get_seq_length() + self.num_nodes)
-        lens += [0] * (len(self.seq_lens) - len(lens))
-        self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
+        if lengths is None:
+            lens = cache.layout.lengths(cache.get_seq_length() + self.num_nodes)
+            lens += [0] * (len(self.seq_lens) - len(lens))
+            self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
+        else:
+            self.seq_lens[: len(lengths)].copy_(lengths + self.num_nodes)
         for window, group in self.groups.items():
             if inputs.tree is not None:
                 group.load_tree(inputs.tree)
@@ -225,23 +233,7 @@ class StepGraph:
         self, forward: Forward, pool: Any, stream: torch.cuda.Stream, watch: HeadInput | None = None
     ) -> None:
         """Records the step. Everything that it needs must have been compiled by `compute`."""
-        was_enabled = gc.isenabled()
-        gc.disable()  # what it would free might wait for the device, which a capture can't
-        stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(stream):
-                graph = torch.cuda.CUDAGraph()
-                with _own_random_state(self.device):
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self.output = self.compute(forward, watch)
-                finally:
-                    graph.capture_end()
-                self._graph = graph
-        finally:
-            if was_enabled:
-                gc.enable()
-        torch.cuda.current_stream().wait_stream(stream)
+        self._graph, self.output = record(lambda: self.compute(forward, watch), self.device, pool, stream)
         self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers) if x.store is not None]
         self._versions = {window: group.blocks.version for window, group in self.groups.items()}
 
@@ -261,6 +253,37 @@ class StepGraph:
                     return False
                 self._versions[window] = group.blocks.version
         return True
+
+    def serves_ahead(self, cache: PagedCache, ahead: int) -> bool:
+        """The same where rows may have got so many more tokens than the host knows."""
+        rooms = (group.block_tables.shape[1] * group.blocks.block_size for group in self.groups.values())
+        longest = max(cache.layout.lengths(cache.get_seq_length()), default=0) + self.num_nodes + ahead
+        return self.serves(cache) and longest <= min(rooms)
+
+    def follow(
+        self,
+        key: Hashable,
+        function: Follower,
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> tuple[torch.Tensor, ...]:
+        """Replays the step, then what is computed of its output: recorded when it is first asked for.
+
+        Args:
+            key: of the function; `function` is the same for one that is equal.
+            function: reads the graph's `output`, `head_input`, `tensors`, `seq_lens` and tables, waits for nothing, and
+                answers with tensors that are good until it runs again.
+        """
+        if self._graph is None:
+            raise RuntimeError("the step has not been captured")
+        self._graph.replay()
+        if key not in self._followers:
+            function(self)  # compiles
+            self._graph.replay()  # the function may have moved tokens
+            self._followers[key] = (*record(lambda: function(self), self.device, pool, stream), function)
+        graph, result, _ = self._followers[key]
+        graph.replay()
+        return tuple(x.clone() for x in result)  # another thread's step may come next
 
     def replay(self, cache: PagedCache, num_rows: int) -> ModelOutput:
         """Runs the captured step on the current stream."""
@@ -287,18 +310,3 @@ def _base(store: LayerStore) -> tuple[int, ...]:
     stores = (store, store.codes) if isinstance(store, CodedStore) else (store,)
     kvs = [one.kv for one in stores if one.kv is not None]
     return tuple(segments[0].data_ptr() for kv in kvs for segments in (kv.k_segments, kv.v_segments))
-
-
-@contextmanager
-def _own_random_state(device: torch.device) -> Iterator[None]:
-    """Whatever begins in this block takes a copy of the random generator's state for its own.
-
-    A capture marks the state that it finds; other threads could not draw numbers from it until the end.
-    """
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    state = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
-    try:
-        yield
-    finally:
-        generator.graphsafe_set_state(state)

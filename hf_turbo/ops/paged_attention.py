@@ -99,9 +99,9 @@ def _load_rows(
 
 @triton.jit
 def seen_positions(
-    position, q_position, first_node, node_mask, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    position, live, q_position, first_node, node_mask, WINDOW: tl.constexpr, TREE: tl.constexpr,
 ):
-    """Which positions rows see, `[rows, positions]`, of those that are stored.
+    """Which positions rows see, `[rows, positions]`, of those that are live.
 
     TREE: positions are slots; from `first_node` on those of a tree's nodes, seen by the bits of a row's `node_mask`.
     """
@@ -109,12 +109,12 @@ def seen_positions(
         node = position - first_node
         is_node = node >= 0
         bits = (node_mask[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
-        seen = (is_node == 0)[None, :]
+        seen = (live & (is_node == 0))[None, :]
         if WINDOW > 0:
             seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
-        seen = seen | (is_node[None, :] & (bits != 0))
+        seen = seen | ((live & is_node)[None, :] & (bits != 0))
     else:
-        seen = position[None, :] <= q_position[:, None]
+        seen = live[None, :] & (position[None, :] <= q_position[:, None])
         if WINDOW > 0:
             seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
     return seen
@@ -149,7 +149,7 @@ def _attend_tiles(
             scores = soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
             factor = 1.0
         if MASKED:
-            seen = live[None, :] & seen_positions(position, q_position, first_node, node_mask, WINDOW, TREE)
+            seen = seen_positions(position, live, q_position, first_node, node_mask, WINDOW, TREE)
             scores = tl.where(seen, scores, float("-inf"))
 
         # The scale is positive, so it may wait until after the maximum and then fuse with the subtraction.

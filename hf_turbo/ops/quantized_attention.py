@@ -113,25 +113,23 @@ def _quantized_attention_kernel(
         q2 = load_queries(q_ptrs, row_mask, K_DIM, 2, PARTS)
         q3 = load_queries(q_ptrs, row_mask, K_DIM, 3, PARTS)
     node_mask = token
+    code_position = q_position  # that by which a row's codes and wide blocks go
     if TREE:
         node_mask = tl.load(node_masks_ptr + token, mask=row_mask, other=0)
         q_position = first_query + tl.load(node_depths_ptr + token, mask=row_mask, other=0)
-    # The first of the last blocks that a row sees wide; where the codes end that some row sees.
-    first_wide = q_position // BLOCK_SIZE - _WIDE_BEHIND
-    end_codes = last_position // BLOCK_SIZE - _WIDE_BEHIND
-    if TREE:
-        first_wide = tl.minimum(first_wide, first_query // BLOCK_SIZE)  # blocks with nodes are never codes
-        end_codes = tl.max(first_wide, 0)
+        # Blocks with nodes are never codes.
+        code_position = tl.minimum(q_position, (first_query // BLOCK_SIZE + _WIDE_BEHIND) * BLOCK_SIZE)
     NUMBER: tl.constexpr = tl.float32 if q0.dtype == tl.float32 else tl.float16
 
     head_offset = kv_head.to(tl.int64)
+    end_codes = tl.maximum((tl.max(code_position, 0) if TREE else last_position) // BLOCK_SIZE - _WIDE_BEHIND, 1)
     nothing = tl.zeros([padded(V_DIM // PARTS), BLOCK_M], tl.float32)
     no_sums = tl.zeros([BLOCK_SIZE, BLOCK_M], tl.float32)
     lowest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc0, acc1, acc2, acc3, shifts, row_max, sums = attend_codes(
         nothing, nothing, nothing, nothing, no_sums, lowest, no_sums,
-        q0.to(NUMBER), q1.to(NUMBER), q2.to(NUMBER), q3.to(NUMBER), q_position, first_wide, scale,
-        tl.maximum(first_tile, 1), tl.minimum(end_tile, tl.maximum(end_codes, 1)),
+        q0.to(NUMBER), q1.to(NUMBER), q2.to(NUMBER), q3.to(NUMBER), q_position, code_position, scale,
+        tl.maximum(first_tile, 1), tl.minimum(end_tile, end_codes),
         k_codes_ptr + head_offset * K_CODES[1], v_codes_ptr + head_offset * V_CODES[1],
         code_offsets_ptr, code_tables_ptr + seq.to(tl.int64) * stride_tc,
         K_CODES[0], V_CODES[0], K_DIM, V_DIM, BLOCK_SIZE, SEGMENTED, WINDOW, SOFT_CAP, ONE_TOKEN, FORMAT, PARTS,
@@ -154,7 +152,7 @@ def _quantized_attention_kernel(
     nothing = tl.zeros([BLOCK_M, padded(V_DIM // PARTS)], tl.float32)
     wide0, wide1, wide2, wide3, wide_max, wide_sum = attend_wide(
         nothing, nothing, nothing, nothing, wide_max, wide_sum, q0, q1, q2, q3,
-        q_position, first_wide, first_query, node_mask, scale,
+        q_position, code_position, first_query, node_mask, scale,
         tl.where(has_first > 0, 0, tail_tile), has_first + num_tail, tail_tile - 1, last_tile, first_live, end_live,
         k_wide_ptr + head_offset * K_STRIDES[1], v_wide_ptr + head_offset * V_STRIDES[1],
         wide_offsets_ptr, block_tables_ptr + seq.to(tl.int64) * stride_tb,

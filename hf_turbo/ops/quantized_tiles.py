@@ -15,12 +15,14 @@ import triton.language as tl
 
 from .block_ids import MAX_SEGMENTS
 from .kv_code_numbers import key_numbers_4, key_numbers_8, value_numbers_4, value_numbers_8
+from .kv_format import WIDE_BEHIND
 from .merge_splits import padded
 from .paged_attention import seen_positions, soft_cap
 from .store_kv import block_offset
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
+_WIDE_BEHIND = tl.constexpr(WIDE_BEHIND)
 #: Of the loop over wide blocks, which has few turns: more would take the memory that a further program could use.
 _WIDE_STAGES = tl.constexpr(2)
 
@@ -119,7 +121,7 @@ def _softmax_step(scores, factor, row_max, sums, MASKED: tl.constexpr):
 
 @triton.jit
 def attend_wide(
-    acc0, acc1, acc2, acc3, row_max, sums, q0, q1, q2, q3, q_position, first_wide, first_node, node_mask, scale,
+    acc0, acc1, acc2, acc3, row_max, sums, q0, q1, q2, q3, q_position, code_position, first_node, node_mask, scale,
     tile, num_tiles, jump, end_tile, first_live, end_live, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -127,8 +129,7 @@ def attend_wide(
 ):
     """Over `num_tiles` blocks in the model's dtype from `tile`; after block 0, `jump` blocks are left out.
 
-    first_wide: of each row, the first of the last blocks that it sees wide (unless ONE_TOKEN). first_node, node_mask:
-    as of `seen_positions`.
+    code_position: of each row, that by which its wide blocks go. first_node, node_mask: as of `seen_positions`.
     """
     k_base, v_base = _locate_block(
         tile, end_tile, table_ptr, segment_offsets_ptr, K_STRIDES[0], V_STRIDES[0], SEGMENTED
@@ -152,9 +153,9 @@ def attend_wide(
         if SOFT_CAP > 0:
             scores = soft_cap(scores * scale, SOFT_CAP * _LOG2E, q0.dtype == tl.float32)
             factor = 1.0
-        seen = live[None, :] & seen_positions(position, q_position, first_node, node_mask, WINDOW, TREE)
+        seen = seen_positions(position, live, q_position, first_node, node_mask, WINDOW, TREE)
         if not ONE_TOKEN:
-            seen = seen & ((tile == 0) | (tile >= first_wide))[:, None]
+            seen = seen & ((tile == 0) | (tile >= code_position // BLOCK_SIZE - _WIDE_BEHIND))[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
@@ -183,7 +184,7 @@ def attend_wide(
 
 @triton.jit
 def attend_codes(
-    acc0, acc1, acc2, acc3, shifts, row_max, sums, q0, q1, q2, q3, q_position, first_wide, scale,
+    acc0, acc1, acc2, acc3, shifts, row_max, sums, q0, q1, q2, q3, q_position, code_position, scale,
     tile, end_tile, k_ptr, v_ptr, segment_offsets_ptr, table_ptr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -192,7 +193,7 @@ def attend_codes(
     """Over the blocks of codes from `tile` to `end_tile`.
 
     q: parts of `[BLOCK_M, K_DIM]`, in fp16 (or float32: then everything is). shifts: what the values' zeros come to, by
-    row and place in a tile. first_wide: as of `attend_wide`.
+    row and place in a tile. code_position: as of `attend_wide`.
     """
     K_WORDS: tl.constexpr = K_DIM // PARTS
     V_WORDS: tl.constexpr = V_DIM // PARTS
@@ -224,7 +225,7 @@ def attend_codes(
             scores = soft_cap(scores * scale, SOFT_CAP * _LOG2E, q0.dtype == tl.float32)
             factor = 1.0
         if not ONE_TOKEN:
-            seen = (tile < first_wide)[None, :]
+            seen = (tile < code_position // BLOCK_SIZE - _WIDE_BEHIND)[None, :]
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW > 0:
             position = tile * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)

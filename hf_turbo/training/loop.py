@@ -105,7 +105,8 @@ class Loop:
                 )
         loss, accuracy = torch.tensor(numbers).mean(0).tolist()
         if log is not None:
-            log.add(self.step, loss, accuracy, float(self.schedule.get_last_lr()[0]))
+            rate = self.config.learning_rate * learning_rate_at(self.step - 1, self.steps, self.config.warmup)
+            log.add(self.step, loss, accuracy, rate)
         progress(self.step, loss, accuracy)
 
     def _save(self) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny_models
 import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from hf_turbo import quantize
@@ -252,3 +253,37 @@ def test_heads_without_training_are_the_projection(base):
 def test_sizes_below_one(sizes):
     with pytest.raises(ValueError, match="at least 1"):
         MedusaHeads(*sizes)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub with one repository, and the files that were asked for."""
+    asked = []
+
+    def hf_hub_download(name, file):
+        asked.append(file)
+        if name != "some/heads":
+            raise LocalEntryNotFoundError("can't reach the Hub\nand more")
+        if not (tmp_path / file).is_file():
+            raise EntryNotFoundError(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    return asked
+
+
+@pytest.mark.parametrize("config", [None, {"medusa_num_heads": HEADS, "base_model_name_or_path": "some/base"}])
+def test_heads_of_the_hub(tmp_path, base, hub, config):
+    tensors = published()
+    write(tmp_path, tensors, "medusa_lm_head.pt", config)
+    heads = MedusaHeads.from_pretrained("some/heads", base)
+    assert torch.equal(heads.weights[0][1], tensors["1.0.linear.weight"])
+    assert hub == ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json"]
+    assert heads.base_model_name_or_path == (config and "some/base")
+
+
+def test_no_heads_on_the_hub(tmp_path, base, hub):
+    with pytest.raises(ValueError, match=r"'some/heads' of the Hub has no Medusa heads: none of medusa_lm_head"):
+        MedusaHeads.from_pretrained("some/heads", base)
+    with pytest.raises(ValueError, match=r"no Medusa heads 'other/heads': give a folder.* \(can't reach the Hub\)"):
+        MedusaHeads.from_pretrained("other/heads", base)

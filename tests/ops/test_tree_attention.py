@@ -7,15 +7,14 @@ import torch
 from tree_oracle import allowed_error, expected, make_tree_case
 
 from hf_turbo.ops import reference
-from hf_turbo.ops.attention_config import AttentionConfig
+from hf_turbo.ops.attention_config import AttentionConfig, DeviceFacts, choose_config
 from hf_turbo.ops.metadata import AttentionMetadata, TreeNodes
 from hf_turbo.ops.paged_attention import paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = AttentionConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
-PEELED = dataclasses.replace(SMALL, peel=True)
-SPLIT = dataclasses.replace(PEELED, num_splits=3)
-CONFIGS = pytest.mark.parametrize("config", [SMALL, PEELED, SPLIT], ids=["plain", "peeled", "split"])
+SPLIT = dataclasses.replace(SMALL, peel=True, num_splits=3)
+CONFIGS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["plain", "peeled and split"])
 COMMITTED = [0, 5, 37, 64]
 
 
@@ -38,7 +37,7 @@ def check(case, trees, config=None):
 VARIANTS = {
     "plain": {},
     "one node": {"num_nodes": 1},
-    "64 nodes": {"num_nodes": 64, "committed": [3, 40]},
+    "64 nodes": {"num_nodes": 64, "committed": [40], "num_heads": 2},
     "window": {"sliding_window": 20},
     "window of less than the tree": {"sliding_window": 3},
     "window of one": {"sliding_window": 1},
@@ -52,7 +51,7 @@ VARIANTS = {
     "blocks of 64": {"block_size": 64},
     "three segments, gaps": {"num_segments": 3, "layout": "gaps", "strided_q": True},
     "an unused row": {"unused": [1]},
-    "unused rows with sinks and a window": {"unused": [0, 3], "sinks": True, "sliding_window": 6},
+    "unused rows with sinks and a window": {"unused": [0], "sinks": True, "sliding_window": 6},
 }
 
 
@@ -87,7 +86,7 @@ def test_chain_is_a_chunk(window):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernel(name, config):
     """Rows of a sequence fill several tiles; splits may have nothing that some row, or any, sees."""
-    case, trees = make(name)
+    case, trees = make(name, **({} if "committed" in VARIANTS[name] else {"committed": [37, 5]}))
     out = check(case, trees, config)
     for row in VARIANTS[name].get("unused", []):
         assert (out[12 * row : 12 * (row + 1)] == 0).all()
@@ -102,6 +101,19 @@ def test_kernel_head_sizes_in_half_precision(dims):
 @pytest.mark.parametrize("name", ["64 nodes", "window"])
 def test_kernel_as_configured(name):
     check(*make(name, max_seqlen_k=4096))
+
+
+@pytest.mark.parametrize(
+    "facts", [DeviceFacts(132, 90, 232448), DeviceFacts(108, 80, 166912), DeviceFacts(84, 86, 101376)]
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [4, 33, 64, 256, 512])
+def test_configurations(rows, dim, facts):
+    """No tile of masks where none is needed, and row tiles small enough for a few sequences to fill a device."""
+    config = choose_config(rows, 8, dim, dim, torch.bfloat16, facts, is_tree=True)
+    assert (config.peel and config.block_m == min(max(rows, 16), 64)) or (rows == 33 and config.block_m == 64)
+    assert 2 * dim * (config.block_m + 2 * config.num_stages * config.tile) <= facts.shared_memory
+    assert config.pdl == (facts.capability == 90)
 
 
 def test_each_tree_has_its_own_nodes():

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from hf_turbo.cli.app import app
 from hf_turbo.cli.train_medusa import table
 from hf_turbo.generation.medusa_heads import MedusaHeads
+from hf_turbo.training.continuations import read_continuations
 
 QUESTIONS = ["what is this", "and that", "say something nice", "why", "go on then"]
 
@@ -22,7 +23,9 @@ def folder(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     model = tiny_models.build("llama")
     model.save_pretrained(tmp_path / "model")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    made.chat_template = "{% for message in messages %}why {{ message.content }} {% endfor %}"
+    made.save_pretrained(tmp_path / "model")
     lines = [json.dumps({"question": question, "answer": "no"}) for question in QUESTIONS]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     return tmp_path
@@ -44,6 +47,9 @@ def test_heads_from_a_file_of_prompts(folder):
     assert f"{heads.accuracies[0][0]:.1%}" in lines[1]
     assert lines[-1].endswith("out: 2 heads")
     assert heads.base_model_name_or_path == str(folder / "model")
+    texts = read_continuations(folder / "out" / "continuations", len(QUESTIONS))
+    template_and_words = sorted(1 + len(question.split()) for question in QUESTIONS)
+    assert [text.num_prompt_tokens for text in texts] == template_and_words
 
 
 def test_refused_in_one_sentence(folder):

@@ -1,7 +1,11 @@
 """Training on a corpus that a head can learn wholly, and going on where a training was cut off."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -11,6 +15,7 @@ from hf_turbo import patch, quantize
 from hf_turbo.generation.medusa_heads import MedusaHeads
 from hf_turbo.training import continuations, medusa
 from hf_turbo.training.base_model import frozen, hidden_states_of
+from hf_turbo.training.loop import learning_rate_at
 from hf_turbo.training.medusa import train_medusa
 
 PERIOD = 7
@@ -76,6 +81,8 @@ def test_what_a_training_leaves(tmp_path, base):
     assert [line["step"] for line in lines] == [10, 20, 30, 40, 45]
     assert all(len(line["loss"]) == len(line["accuracy"]) == 3 for line in lines)
     assert sum(lines[-1]["loss"]) < sum(lines[0]["loss"])
+    rates = [QUICK["learning_rate"] * learning_rate_at(line["step"] - 1, 45, 0.1) for line in lines]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     loaded = MedusaHeads.from_pretrained(tmp_path, base)
     assert same(weights(heads), weights(loaded)) and loaded.accuracies == heads.accuracies
@@ -248,3 +255,32 @@ def test_the_model_is_as_before_whatever_happens(base):
         fail()
     assert base.training and not base.model.layers[0].mlp.training and base.model.layers[1].training
     assert not base.lm_head.weight.requires_grad and base.model.norm.weight.requires_grad
+
+
+_TWO_PROCESSES = """
+import sys
+import tiny_models, torch
+from test_train_medusa import PROMPTS, QUICK, WordTokenizer, cycles
+from hf_turbo.training.medusa import train_medusa
+
+base = tiny_models.build("llama")
+heads = train_medusa(base, None, cycles(), sys.argv[1], **{**QUICK, "steps": 100})
+train_medusa(base, WordTokenizer(), PROMPTS, sys.argv[1] + "-said", **{**QUICK, "new_tokens": 8})
+print(heads.accuracies[0][0] > 0.95, float(heads.weights[0].double().sum()), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_heads(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(_TWO_PROCESSES)
+    here = Path(__file__).parent
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (here, here.parent, here.parent.parent)))}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, **paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, str(tmp_path / "out")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, other = done.stdout.splitlines()
+    assert one == other and one.startswith("True")
+    said = continuations.read_continuations(tmp_path / "out-said" / "continuations", len(PROMPTS))
+    assert len(said) == len(PROMPTS)

@@ -1,0 +1,171 @@
+"""Greedy rounds on a GPU with the host one round behind: a draft is verified while the last one's outcome is read.
+
+What a round needs of the one before - the last tokens, how long the rows are, the next guesses of Medusa heads - stays
+on the device. The host, which must find blocks for the tokens and see where texts end, catches up one round later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.token_tree import TokenTree
+from ..modeling.step_graph import StepGraph
+from ..ops.dispatch import argmax, token_addresses
+from .acceptance import accept_greedy
+from .drafts import Draft, Guesses
+from .readback import Letter
+from .tree_steps import TreeSteps
+
+_ROOT = TokenTree.chain(0)
+
+
+class GreedyFollower:
+    """What follows a verified draft: acceptance, the keys of what is accepted put in a row, the next guesses.
+
+    Args:
+        tree: the shape of the draft.
+        guesses: makes the next drafts; None: there are none on the device.
+    """
+
+    def __init__(self, tree: TokenTree, guesses: Guesses | None) -> None:
+        self._tree, self._guesses = tree, guesses
+        self._addresses: list[tuple[object, torch.Tensor]] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for followers that compute the same."""
+        return self._tree, id(self._guesses)
+
+    def __call__(self, graph: StepGraph) -> tuple[torch.Tensor, ...]:
+        """For each row of the graph: int64 `[rows, depth + 2]`, the accepted tokens, then at their number the model's
+        own, and that number last; int64 `[rows, nodes]`, the next draft, or the next root alone; int64 `[rows]`, tokens
+        in the cache.
+        """
+        num_nodes = self._tree.num_nodes
+        tokens = graph.tensors["input_ids"].view(-1, num_nodes)
+        if graph.output is None:
+            raise RuntimeError("the step has not been captured")
+        chosen = argmax(graph.output.logits.flatten(0, 1)).view(tokens.shape)
+        accepted = accept_greedy(self._tree, tokens, chosen)
+        bases = graph.seq_lens - num_nodes
+        if not self._tree.is_chain:
+            self._move(graph, bases, accepted.path.to(torch.int32), (accepted.counts + 1).to(torch.int32))
+        last = accepted.counts.unsqueeze(1)
+        roots = accepted.tokens.gather(1, last)
+        if self._guesses is not None and graph.head_input is not None:
+            hidden = graph.head_input.view(len(tokens), num_nodes, -1)
+            node = accepted.path.gather(1, last).unsqueeze(2).expand(-1, 1, hidden.shape[-1])
+            following = self._guesses.guess(hidden.gather(1, node)[:, 0], roots[:, 0])
+        else:
+            following = roots
+        return torch.cat([accepted.tokens, last], dim=1), following, bases + accepted.counts + 1
+
+    def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
+        if self._addresses is None:  # once, before the capture
+            self._addresses = []
+            for group in graph.groups.values():
+                stores = [x.store for x in graph.cache.layers if x.group is group and x.store is not None]
+                layers = [group.blocks.cover(store) for store in stores]
+                self._addresses.append((token_addresses(layers), group.block_tables))
+        for addresses, block_tables in self._addresses:
+            addresses.move(block_tables, bases, path, counts)  # type: ignore[attr-defined]
+
+
+@dataclass
+class AheadRound:
+    """A round under way: how it comes home, and what was drafted."""
+
+    letter: Letter
+    size: int
+    num_drafted: int
+    reach: int
+
+
+class AheadRounds:
+    """Rounds of which up to two are under way.
+
+    Args:
+        steps: of the rows.
+        guesses: drafts on the device, if that is how the drafter works.
+    """
+
+    def __init__(self, steps: TreeSteps, guesses: Guesses | None) -> None:
+        self._steps, self._guesses = steps, guesses
+        self._num_rows = len(steps.lengths)
+        self._under_way: deque[AheadRound] = deque()
+        self._spare = [Letter(), Letter()]
+        self._following: torch.Tensor | None = None
+        self._lengths: torch.Tensor | None = None
+        self._is_closing = False
+        self._followers: dict[TokenTree, GreedyFollower] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no round may follow those under way: something must be done that only the host can."""
+        return self._is_closing
+
+    @property
+    def only_plain_under_way(self) -> bool:
+        """Whether each round under way brings one token a row."""
+        return all(one.reach == 1 for one in self._under_way)
+
+    def launch(self, draft: Draft, size: int) -> bool:
+        """Begins a round; False: there can't be one, now or behind those under way.
+
+        Args:
+            draft: its root does not count where a round is under way: it is on the device then.
+            size: to be told with the outcome.
+        """
+        tokens = draft.tokens
+        if self._following is not None:
+            tokens = torch.cat([self._following[:, :1], tokens[:, 1:]], dim=1)
+        return self._launch(draft.tree, tokens, size, draft.num_drafted)
+
+    def launch_root(self) -> bool:
+        """The same without a draft, behind a round under way."""
+        if self._following is None:
+            raise ValueError("no round is under way whose tokens could be gone on from")
+        return self._launch(_ROOT, self._following[:, :1], 0, 0)
+
+    def launch_guess(self, size: int) -> bool:
+        """The same with what the last round guessed; a round without a draft has guessed nothing."""
+        if self._guesses is None or self._following is None:
+            raise ValueError("no round is under way that guesses")
+        tree = self._guesses.tree
+        if self._following.shape[1] != tree.num_nodes:
+            self._is_closing = True
+            return False
+        return self._launch(tree, self._following, size, tree.max_depth * self._num_rows)
+
+    def _launch(self, tree: TokenTree, tokens: torch.Tensor, size: int, num_drafted: int) -> bool:
+        guesses = self._guesses if num_drafted else None
+        follower = self._followers.setdefault(tree, GreedyFollower(tree, guesses))
+        ahead = sum(one.reach for one in self._under_way)
+        result = self._steps.forward_ahead(tree, tokens.clamp_min(0), self._lengths, ahead, follower.key, follower)
+        if result is None:
+            self._is_closing = True
+            return False
+        outcome, following, lengths = result
+        self._following, self._lengths = following[: self._num_rows], lengths[: self._num_rows]
+        letter = self._spare.pop().send(outcome)
+        self._under_way.append(AheadRound(letter, size, num_drafted, tree.max_depth + 1))
+        return True
+
+    def receive(self) -> tuple[list[list[int]], AheadRound]:
+        """The oldest round's outcome, a row each: accepted tokens, the model's own after them, their number last."""
+        one = self._under_way.popleft()
+        [outcome] = one.letter.open()
+        self._spare.append(one.letter)
+        if not self._under_way:
+            self._following = self._lengths = None
+        if outcome is None:
+            raise RuntimeError("a round came home without its outcome")
+        return outcome[: self._num_rows].tolist(), one
