@@ -37,7 +37,7 @@ KERNELS = {
     PACKAGE / "ops" / f"{name}.py"
     for name in (
         "activation", "argmax", "copy_blocks", "int4_kernels", "int4_linear", "int4_rows", "int4_tiles",
-        "kv_code_kernels", "kv_code_numbers", "linear_kernels", "merge_splits", "norm", "paged_attention",
+        "kv_code_kernels", "kv_code_numbers", "linear_kernels", "merge_splits", "move_kv", "norm", "paged_attention",
         "permute_columns", "quantize_kv", "quantized_attention", "quantized_tiles", "rotary", "rotate", "store_kv",
     )
 }  # fmt: skip

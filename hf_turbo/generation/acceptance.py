@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .tree import TokenTree, TreeTensors
+from ..cache.token_tree import TokenTree, TreeTensors
 
 
 class Accepted(NamedTuple):

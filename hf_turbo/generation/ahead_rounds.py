@@ -56,12 +56,14 @@ class GreedyFollower:
             self._move(graph, bases, accepted.path.to(torch.int32), (accepted.counts + 1).to(torch.int32))
         last = accepted.counts.unsqueeze(1)
         roots = accepted.tokens.gather(1, last)
-        if self._guesses is not None and graph.head_input is not None:
-            hidden = graph.head_input.view(len(tokens), num_nodes, -1)
-            node = accepted.path.gather(1, last).unsqueeze(2).expand(-1, 1, hidden.shape[-1])
-            following = self._guesses.guess(hidden.gather(1, node)[:, 0], roots[:, 0])
-        else:
-            following = roots
+        following = roots
+        if self._guesses is not None:
+            hidden = graph.head_input
+            if hidden is not None:
+                hidden = hidden.view(len(tokens), num_nodes, -1)
+                node = accepted.path.gather(1, last).unsqueeze(2).expand(-1, 1, hidden.shape[-1])
+                hidden = hidden.gather(1, node)[:, 0]
+            following = self._guesses.guess(hidden, roots[:, 0])
         return torch.cat([accepted.tokens, last], dim=1), following, bases + accepted.counts + 1
 
     def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:

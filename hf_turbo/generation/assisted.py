@@ -43,6 +43,11 @@ def drafter_for(model: Any, speculation: Speculation) -> Drafter:
     return known[0]
 
 
+def pace_of(model: Any, drafter: Drafter) -> Pace:
+    """The pace of one of a patched model's drafters."""
+    return next(pace for known, pace in model._hf_turbo.drafters.values() if known is drafter)
+
+
 def assistance(
     model: Any, generation_config: Any, assistant_model: Any, assistant_tokenizer: Any, tokenizer: Any
 ) -> Drafter | None:
@@ -77,9 +82,8 @@ def try_drafts(
     if reason is None:
         cache: PagedCache = model_kwargs[CACHE_NAME]
         before = cache.get_seq_length()
-        pace = next(pace for known, pace in handle.drafters.values() if known is drafter)
         try:
-            return speculate(*call, streamer, dict(model_kwargs), drafter, pace)
+            return speculate(*call, streamer, dict(model_kwargs), drafter, pace_of(model, drafter))
         except DraftsUnsuited as error:
             reason = str(error)
             cache.crop(before - cache.get_seq_length())

@@ -129,7 +129,7 @@ class _Session:
         outputs = model(input_ids=self._known(prompt), **kwargs)
         kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
         first = prompt[:, -1:]
-        self._steps = TreeSteps(model, kwargs, self._known(first), context.max_length, alone=True)
+        self._steps = TreeSteps(model, kwargs, self._known(first), context.max_new, alone=True)
 
     def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
         # All of a row's text but its last two tokens is in the cache, and perhaps what has been rejected.

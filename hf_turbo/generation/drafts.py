@@ -47,7 +47,7 @@ class DraftContext:
         samples: tokens are drawn, not the likeliest ones taken.
         draws: drafts may be drawn from probabilities, too, by way of `Texts.process`.
         head_input: where forwards leave what the model's head is given, if the drafter asked for it.
-        max_length: of a text, in columns; None without a limit.
+        max_new: tokens that a row may get; None without a limit.
     """
 
     model: Any
@@ -56,7 +56,7 @@ class DraftContext:
     samples: bool
     draws: bool
     head_input: HeadInput | None
-    max_length: int | None
+    max_new: int | None
 
 
 class Guesses(Protocol):
@@ -64,11 +64,11 @@ class Guesses(Protocol):
 
     tree: TokenTree
 
-    def guess(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
         """Tokens of the tree, int64 `[rows, nodes]`, after the rows' newest tokens, int64 `[rows]`.
 
         Args:
-            hidden: `[rows, hidden_size]`, what the newest tokens were chosen by.
+            hidden: `[rows, hidden_size]`, what the newest tokens were chosen by; None where the drafter does not read it.
         """
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..cache.token_tree import MAX_NODES, TokenTree
+from ..modeling.head_input import HeadInput
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext
 from .medusa_heads import MedusaHeads, output_projection
@@ -120,8 +121,10 @@ class MedusaDrafter:
         return _Session(self, context.head_input)
 
     @torch.no_grad()
-    def guess(self, hidden: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
         """The tree's tokens, int64 `[rows, nodes]`; see `Guesses`."""
+        if hidden is None:
+            raise ValueError("Medusa heads need what the model's head is given")
         features = self._heads.features(hidden)[:, : self.tree.max_depth]
         best = self._logits(features).topk(self._num_ranks, dim=-1).indices
         if self._places.device != best.device:

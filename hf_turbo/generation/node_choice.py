@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,22 @@ class NodeChoice:
         device: where the tokens are.
         waits: the host may look at what has been accepted so far, to choose no token that is not needed: on a CPU, or
             for processors that must be called as often as there are tokens.
+        ends: of one row, if the host may look: whether a token ends a text that has so many columns with it.
     """
 
     def __init__(
-        self, texts: Texts, generation_config: Any, processors: bool, device: torch.device, waits: bool
+        self,
+        texts: Texts,
+        generation_config: Any,
+        processors: bool,
+        device: torch.device,
+        waits: bool,
+        ends: Callable[[int, int], bool] | None = None,
     ) -> None:
         keeps = generation_config.return_dict_in_generate
         self._texts = texts
         self._samples = bool(generation_config.do_sample)
-        self._waits = waits
+        self._waits, self._ends = waits, ends
         #: Which row of the call each row at work is.
         self._origins = list(range(texts.num_rows))
         #: By kind, for each row of the call: one `[vocabulary]` a new token.
@@ -44,7 +51,7 @@ class NodeChoice:
         }
         #: The likeliest token counts, and nothing is kept of it.
         self.is_plain = not (processors or self._samples or keeps)
-        self._random = DeviceRandom(device) if self._samples and texts.num_rows == 1 and not waits else None
+        self._random = DeviceRandom(device) if self._samples and texts.num_rows == 1 else None
         #: Of the last round, by kind and depth: `[rows, vocabulary]`.
         self._newest: dict[str, list[torch.Tensor]] = {}
 
@@ -61,6 +68,8 @@ class NodeChoice:
             self._texts.write(0, accepted.tokens)
             return accepted
         self._newest = {kind: [] for kind in self._kept}
+        if self._random is not None:
+            self._random.start()
         if draft.probabilities is not None:
             accepted = self._reject(tree, draft.probabilities, tokens, logits)
             self._texts.write(0, accepted.tokens)
@@ -100,20 +109,22 @@ class NodeChoice:
 
     def _walk(self, tree: TokenTree, tokens: torch.Tensor, logits: torch.Tensor) -> Accepted:
         rows = torch.arange(len(tokens), device=tokens.device)
-        if self._random is not None:
-            self._random.start()
+        newest = tokens[:, 0]
+        length = self._texts.lengths[0]
 
         def choose(depth: int, nodes: torch.Tensor) -> torch.Tensor:
+            nonlocal newest, length
             # A copy: the model may write its next logits to the same memory.
             last = logits[rows, nodes].to(copy=True, dtype=torch.float32)
             scores = self._texts.process(last, depth)
             self._keep(scores, last)
             chosen = self._sample(scores) if self._samples else argmax(scores)
             self._texts.write(depth, chosen)
+            newest, length = chosen, length + 1
             return chosen
 
         def all_ended(ended: torch.Tensor) -> bool:
-            return bool(ended.all().item())
+            return bool(ended.all().item()) or (self._ends is not None and self._ends(int(newest.item()), length))
 
         return accept_matching(tree, tokens, choose, all_ended if self._waits else None)
 

@@ -44,8 +44,9 @@ class Rows:
         self.is_alone = kinds.known and criteria_are_known(criteria) and streamer is None
         self.texts = Texts(input_ids, processors)
         waits = device.type == "cpu" or not kinds.known
-        self.choice = NodeChoice(self.texts, generation_config, bool(processors), device, waits)
         self.stops = TokenStops(criteria)
+        ends = self.stops.ends_with if waits and len(input_ids) == 1 else None
+        self.choice = NodeChoice(self.texts, generation_config, bool(processors), device, waits, ends)
         self._reminder = StopRules(criteria, device)
         #: Nothing but the likeliest token and where it ends counts.
         self.is_plain = self.choice.is_plain and self.is_alone and not self._reminder.reads_sequences
@@ -55,6 +56,11 @@ class Rows:
         self._origins = list(range(len(input_ids)))
         self._streamer = streamer
         self._num_streamed = 0
+
+    @property
+    def max_new(self) -> int | None:
+        """Tokens that a row may get; None without a limit."""
+        return None if self.stops.max_length is None else self.stops.max_length - self.prompt.shape[1]
 
     @property
     def padding(self) -> int:

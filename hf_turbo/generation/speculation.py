@@ -41,13 +41,15 @@ def why_not_speculate(
     """Why `speculate` can't give what Transformers' own loop would; None if it can. Arguments as of `_sample`."""
     if not can_sample(model, input_ids, criteria, generation_config, synced_gpus, model_kwargs):
         return "this call's steps are the model's own"
+    kinds, rules = ProcessorKinds.of(processors), StopRules(criteria, input_ids.device)
     if len(input_ids) == 1:
+        if not kinds.known and rules.reads_sequences:
+            return "whether a token is the last must be known before a logits processor is asked for another"
         return None
-    if not ProcessorKinds.of(processors).by_row:
+    if not kinds.by_row:
         return "a logits processor must see all rows of the batch at once"
     if not criteria_are_known(criteria):
         return "a stopping criterion must see all rows of the batch at once"
-    rules = StopRules(criteria, input_ids.device)
     if rules.reads_sequences and not rules.pads:
         return "without an eos token, rows that have ended go on until all have"
     return None
@@ -85,7 +87,7 @@ def speculate(
         del outputs  # the logits of a prompt may be large
         with model._optimize_model_for_decode():
             column = input_ids.new_zeros(len(input_ids), 1)
-            steps = TreeSteps(model, model_kwargs, column, rows.stops.max_length, rows.is_alone)
+            steps = TreeSteps(model, model_kwargs, column, rows.max_new, rows.is_alone)
             _probe(model, steps, drafter)
             rounds = _Rounds(model, rows, steps, drafter, pace, model_kwargs.get("attention_mask"), watch)
             return rounds.run(first)
@@ -133,7 +135,7 @@ class _Rounds:
         self._rows, self._steps, self._pace = rows, steps, pace
         samples = bool(rows.config.do_sample)
         mask = None if mask is None else mask[:, :-1]
-        context = DraftContext(model, rows.texts, mask, samples, rows.draws, watch, rows.stops.max_length)
+        context = DraftContext(model, rows.texts, mask, samples, rows.draws, watch, rows.max_new)
         self._session = drafter.begin(context)
         self._goes_ahead = rows.is_plain and runs_ahead(rows.prompt.device)
 
@@ -141,7 +143,8 @@ class _Rounds:
         """All of them, after the prompt's last logits `[rows, 1, vocabulary]`."""
         rows = self._rows
         try:
-            rows.take(rows.choice(self._root(), first))
+            no_token = rows.prompt.new_zeros(len(rows.prompt), 1)  # a prompt of embeddings has no last one
+            rows.take(rows.choice(Draft(_ROOT, no_token, 0), first))
             self._pace.new_text()
             while not all(rows.done):
                 self._drop_done()

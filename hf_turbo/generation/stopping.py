@@ -21,6 +21,10 @@ class TokenStops:
         #: Columns of a text at most; None without a limit.
         self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
 
+    def ends_with(self, token: int, length: int) -> bool:
+        """Whether a text of so many columns ends with its last token, whatever the others are."""
+        return token in self._eos or (self.max_length is not None and length >= self.max_length)
+
     def cut(
         self,
         tokens: list[int],
@@ -37,7 +41,7 @@ class TokenStops:
         """
         for i, token in enumerate(tokens):
             end = length + i + 1
-            ends = token in self._eos or (self.max_length is not None and end >= self.max_length)
+            ends = self.ends_with(token, end)
             for criterion in self._others:
                 ends |= bool(criterion(text(end), scores(i + 1)).item())  # each is asked, as Transformers asks them
             if ends:

@@ -27,7 +27,7 @@ class TreeSteps:
         model: a patched model.
         model_kwargs: what `generate()` handed to the loop, as the prompt's forward has left it.
         first: tokens that would follow the rows, int64 `[rows, 1]`: the model's own methods make a step's arguments.
-        max_length: of a text, in columns: positions of drafts do not go further.
+        max_new: tokens that a row may get: positions of drafts do not go further. None without a limit.
         alone: no code of the caller's runs between the steps.
 
     Raises:
@@ -35,7 +35,7 @@ class TreeSteps:
     """
 
     def __init__(
-        self, model: Any, model_kwargs: dict[str, Any], first: torch.Tensor, max_length: int | None, alone: bool
+        self, model: Any, model_kwargs: dict[str, Any], first: torch.Tensor, max_new: int | None, alone: bool
     ) -> None:
         self.cache: PagedCache = model_kwargs[CACHE_NAME]
         self._model = model
@@ -53,8 +53,7 @@ class TreeSteps:
         # Positions may not begin at 0 (right padding, images): they go on from the first step's.
         lengths = torch.tensor(self.lengths, device=positions.device)
         self._offsets = positions.expand(*positions.shape[:-2], len(first), 1) - lengths.unsqueeze(1)
-        spare = None if max_length is None else max_length - self.cache.get_seq_length() - 1
-        self._last_position = None if spare is None else positions.amax() + max(spare, 0)
+        self._last_position = None if max_new is None else positions.amax() + max(max_new - 1, 0)
 
     def forward(self, tree: TokenTree, tokens: torch.Tensor) -> torch.Tensor:
         """What the model says after each node, `[rows, nodes, vocabulary]`.

@@ -255,8 +255,12 @@ class StepGraphs:
         self._order_streams()
         try:
             graph.load(cache, inputs)
-            result = graph.result(graph.compute(forward, cache.head_input), cache, inputs.num_rows)
-            graph.capture(forward, self._pool, _capture_stream(graph.device), cache.head_input)
+            watch = cache.head_input
+            result = graph.result(graph.compute(forward, watch), cache, inputs.num_rows)
+            hidden = None if watch is None else watch.value
+            graph.capture(forward, self._pool, _capture_stream(graph.device), watch)
+            if watch is not None:
+                watch.value = hidden
         except StepUnsuited as error:
             self._refuse(str(error))
             return None

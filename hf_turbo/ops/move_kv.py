@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -81,7 +82,7 @@ class TokenAddresses:
     """
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
-        alike: dict[Hashable, list[tuple[int, int]]] = {}
+        alike: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for kv in layers:
             offsets, row_bytes = kv.segment_offsets, MAX_SEGMENTS * kv.segment_offsets.element_size()
             for row, segments in enumerate((kv.k_segments, kv.v_segments)):

@@ -31,7 +31,7 @@ def choose_config(
         return AttentionConfig(block_m=16, tile=block_size, num_warps=8, num_stages=2)
     if is_tree:
         block_m = max(8, min(_most_tree_rows(dim, block_size, bits), next_power_of_2(rows)))
-        warps = 8 if dim * block_size > 256 * 64 else 4
+        warps = 8 if block_m == 32 or dim * block_size > 256 * 64 else 4
         return AttentionConfig(block_m, block_size, warps, 2, programs_per_sm=4 if block_m == 8 else 2, pdl=pdl)
     if rows > 64:
         block_m = 32 if bits == 8 and dim <= 128 else 16

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from hf_turbo.generation.tree import TokenTree
+from hf_turbo.cache.token_tree import TokenTree
 
 
 @st.composite

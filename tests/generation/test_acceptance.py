@@ -10,7 +10,7 @@ from random_trees import trees
 from scipy import stats
 
 from hf_turbo.generation.acceptance import accept_by_rejection, accept_greedy, accept_matching, accept_typical
-from hf_turbo.generation.tree import TokenTree
+from hf_turbo.cache.token_tree import TokenTree
 
 
 @st.composite

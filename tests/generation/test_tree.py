@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import trees
 
-from hf_turbo.generation.tree import MAX_NODES, TokenTree
+from hf_turbo.cache.token_tree import MAX_NODES, TokenTree
 
 
 def way_up(tree, node):

@@ -152,3 +152,43 @@ def test_too_many_nodes():
     table = torch.zeros(1, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match="at most 64 nodes"):
         AttentionMetadata(table, table[0, :1], table[0, :2], 65, 65, tree=nodes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (16, 8, 256)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 300, "logit_softcap": 30.0, "sinks": True}], ids=["", "all"]
+)
+def test_captured_graph_is_valid_at_every_length(heads, options):
+    """The table's configurations; a graph that is captured at one length serves others, and rows without any."""
+    num_heads, num_kv_heads, dim = heads
+    options = options | {"k_dim": dim, "dtype": torch.bfloat16, "device": DEVICE, "max_seqlen_k": 4096}
+    options |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": 64}
+
+    def other(seed, committed, unused=()):
+        return make_tree_case(committed, 64, seed=seed, unused=unused, **options)
+
+    case, trees = other(0, [3000, 1024])
+    out = check(case, trees)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out)
+    for seed, committed, unused in ((1, [2900, 70], ()), (2, [0, 1], ()), (3, [5, 2000], (0,))):
+        now, trees = other(seed, committed, unused)
+        case.q.copy_(now.q)
+        if now.arguments["sinks"] is not None:
+            case.sinks.copy_(now.sinks)
+        for here, there in (
+            (case.kv.k_segments[0], now.kv.k_segments[0]),
+            (case.kv.v_segments[0], now.kv.v_segments[0]),
+        ):
+            here.fill_(torch.nan)[: len(there)] = there
+        table = now.metadata.block_tables
+        case.metadata.block_tables.fill_((1 << 31) - 1)[:, : table.shape[1]] = table
+        case.metadata.seq_lens.copy_(now.metadata.seq_lens)
+        case.metadata.tree.masks.copy_(now.metadata.tree.masks)
+        case.metadata.tree.depths.copy_(now.metadata.tree.depths)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert (out.double() - expected(now, trees)).abs().max().item() <= allowed_error(now, trees)

@@ -9,14 +9,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from helpers import assert_pool_accounts, generate, groups, prompt, ragged, stepped_aside, used_blocks
+from helpers import assert_pool_accounts, generate, prompt, ragged, stepped_aside, used_blocks
 from tiny_models import ZOO, build
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import hf_turbo
 from hf_turbo.cache.token_tree import TokenTree
+from hf_turbo.compat import CACHE_NAME
 from hf_turbo.generation.drafts import Draft
 from hf_turbo.generation.medusa import Medusa
 from hf_turbo.generation.medusa_heads import MedusaHeads
+from hf_turbo.generation.pace import PaceStats
 from hf_turbo.patching import handle_of
 
 #: Shapes of drafts, as paths of ranks.
@@ -105,6 +109,9 @@ class Knowing:
     name = "what is known"
     adaptive = False
     reads_hidden = False
+    guesses = None
+    foresees = False
+    is_stale = False
 
     def __init__(self, texts: torch.Tensor, tree: TokenTree, seed: int = 0, most: int = 64) -> None:
         self.texts, self.tree, self.most = texts.tolist(), tree, most
@@ -114,6 +121,9 @@ class Knowing:
     def attach(self, model: Any) -> Knowing:
         return self
 
+    def tree_of(self, size: int) -> TokenTree:
+        return self.tree
+
     def serves(self, speculation: Any) -> bool:
         return speculation is self
 
@@ -121,7 +131,7 @@ class Knowing:
         self.rows = list(range(context.texts.num_rows))
         return self
 
-    def propose(self, size: int, texts: Any) -> Draft:
+    def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
         drafts = []
         for row, length, last in zip(self.rows, texts.lengths, texts.last.tolist(), strict=True):
             tokens = [last] + [self.random.randrange(-1, 128) for _ in range(self.tree.num_nodes - 1)]
@@ -133,6 +143,9 @@ class Knowing:
         return Draft(self.tree, torch.tensor(drafts), size * len(drafts))
 
     def learn(self, accepted: Any, num_nodes: int) -> None:
+        pass
+
+    def miss(self) -> None:
         pass
 
     def select(self, rows: list[int]) -> None:
@@ -147,7 +160,7 @@ def tree_of(name: str) -> TokenTree:
     return TokenTree.of_paths(Medusa("", tree=TREES[name]).tree)
 
 
-def stats(model: Any) -> Any:
+def stats(model: Any) -> PaceStats:
     """What the drafts of a model that has one drafter have come to."""
     [(_, pace)] = handle_of(model).drafters.values()
     return pace.stats()
@@ -158,23 +171,69 @@ def drafted(one: Pair, speculation: Any, block_size: int = 4, **options: Any) ->
     return hf_turbo.patch(one.model, block_size=block_size, speculation=speculation, **options)
 
 
-def assert_same_text(one: Pair, inputs: Any, new_tokens: int = 64, **options: Any) -> Any:
+def assert_same_text(
+    one: Pair, inputs: Any, new_tokens: int = 64, *, needs_drafts: bool = True, **options: Any
+) -> PaceStats:
     """The model that `drafted` has made says what the stock one says, with drafts, and holds nothing afterwards.
 
-    Returns the statistics of its drafts.
+    Args:
+        needs_drafts: there must have been some; a short text may have nothing to repeat.
+
+    Returns:
+        The statistics of its drafts.
     """
     want = one.plain(inputs, new_tokens, **options)
     got = generate(one.model, inputs, new_tokens, **{"return_dict_in_generate": False, **options})
     assert got.dtype == want.dtype and torch.equal(got, want), f"{got.tolist()} is not {want.tolist()}"
-    assert_drafted(one.model)
+    assert_drafted(one.model, needs_drafts)
     return stats(one.model)
 
 
-def assert_drafted(model: Any) -> None:
+def assert_drafted(model: Any, needs_drafts: bool = True) -> None:
     """There were drafts, nothing stepped aside, and no block is held."""
     assert not stepped_aside(model)
-    assert any(pace.stats().rounds for _, pace in handle_of(model).drafters.values())
+    drafters = handle_of(model).drafters.values()
+    assert drafters and (not needs_drafts or any(pace.stats().rounds for _, pace in drafters))
     assert used_blocks(model) == 0
     assert_pool_accounts(model)
-    for group in groups(model).values():
-        assert group.manager.num_used == 0
+
+
+def assert_same_output(stock: Any, got: Any, mask: torch.Tensor, ends: Any = ()) -> None:
+    """Dicts of `generate()`: text, scores and logits while a row's text goes on, and what the caches hold.
+
+    Args:
+        mask: of the prompt.
+        ends: tokens that end a text, one or several.
+    """
+    ends = torch.tensor(ends).reshape(-1)
+    new = stock.sequences[:, mask.shape[1] :]
+    assert stock.keys() == got.keys()
+    assert torch.equal(stock.sequences, got.sequences)
+    for name in {"scores", "logits"} & stock.keys():
+        assert len(stock[name]) == len(got[name])
+        for i, (want, have) in enumerate(zip(stock[name], got[name])):
+            goes_on = ~torch.isin(new[:, :i], ends).any(1)
+            torch.testing.assert_close(have[goes_on], want[goes_on], rtol=1e-4, atol=1e-4)
+            assert (have[~goes_on] == 0).all() and have.dtype == want.dtype
+    assert_same_cache(stock[CACHE_NAME], got[CACHE_NAME], mask)
+
+
+def assert_same_cache(stock: Any, got: Any, mask: torch.Tensor) -> None:
+    """Lengths, and keys and values of the columns that both have and that are no padding."""
+    assert got.get_seq_length() == stock.get_seq_length()
+    for mine, theirs in zip(got.layers, stock.layers, strict=True):
+        for have, want in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert have.shape == want.shape
+            real = torch.nn.functional.pad(mask, (0, stock.get_seq_length() - mask.shape[1]), value=1).bool()
+            real = real[:, real.shape[1] - have.shape[2] :]
+            have, want = (x.transpose(1, 2)[real] for x in (have, want))
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of 128 letters, one a token."""
+    known = [chr(33 + i) for i in range(94)] + [chr(0xC0 + i) for i in range(34)]
+    made = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(known)}, unk_token="!"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)

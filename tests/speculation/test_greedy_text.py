@@ -12,12 +12,12 @@ from drafting import (
     TREES,
     Knowing,
     assert_drafted,
+    assert_same_output,
     assert_same_text,
     drafted,
     heads_of,
     pair,
     random_model,
-    stats,
     tree_of,
     truncated,
 )
@@ -98,3 +98,125 @@ def test_prompts_that_end_at_a_blocks_edge(one, length, block_size):
     for tree in ("full 2x2x2", "chain of 5"):
         drafted(one, Knowing(one.plain(inputs, 32), tree_of(tree)), block_size)
         assert_same_text(one, inputs, 32)
+
+
+# Where texts end: S02 and S04
+
+
+def ways(one, inputs, tmp_path, truth=None):
+    """Ways of drafting, by name."""
+    truth = one.plain(inputs, 64) if truth is None else truth
+    return {
+        "draft model": DraftModel(copy.deepcopy(one.stock), 7, adaptive=False),
+        "prompt lookup": PromptLookup(3, min_match=1, adaptive=False),
+        "tree": Knowing(truth, tree_of("full 2x2x2")),
+        "chain": Knowing(truth, tree_of("chain of 5")),
+        "heads": Medusa(heads_of(one.model, tmp_path), adaptive=False),
+    }
+
+
+def assert_same_dict(one, inputs, new_tokens, **options):
+    """Also what is cached, and the scores."""
+    options = {"output_scores": True, "output_logits": True, **options}
+    mask = torch.ones_like(inputs) if isinstance(inputs, torch.Tensor) else inputs["attention_mask"]
+    want, got = (generate(model, inputs, new_tokens, **options) for model in (one.stock, one.model))
+    assert_same_output(want, got, mask, options["eos_token_id"])
+    del got
+    assert_drafted(one.model, needs_drafts=False)
+    return want
+
+
+@pytest.mark.parametrize("place", [3, 4, 5])
+@pytest.mark.parametrize("batch", [SINGLE, RAGGED], ids=["one row", "several"])
+@pytest.mark.parametrize("name", ["llama", "window of 8"])
+def test_s02_an_end_within_a_draft(name, batch, place, tmp_path):
+    """Nothing comes after it: not in the text, the scores or the cache."""
+    one = pair(*MODELS[name][:1])
+    text = one.plain(batch, 64)[:, -64:]
+    for speculation in ways(one, batch, tmp_path).values():
+        drafted(one, speculation)
+        for ends in (text[0, place].item(), [text[-1, place].item(), text[0, place + 9].item()]):
+            assert_same_text(one, batch, 24, needs_drafts=False, eos_token_id=ends)
+            stock = assert_same_dict(one, batch, 24, eos_token_id=ends)
+            assert (stock.sequences[0, -1] != text[0, 23]) or len(stock.sequences) > 1
+
+
+def test_s02_an_end_that_only_the_draft_says():
+    """It is no end of the text."""
+    one = pair("llama")
+    [end] = sorted(set(range(3, 128)) - set(one.plain(RAGGED, 64).flatten().tolist()))[:1]
+    for tree in TREES:
+        drafted(one, Knowing(torch.full((4, 96), end), tree_of(tree)))
+        assert assert_same_text(one, RAGGED, eos_token_id=end).acceptance_rate < 0.1
+        assert one.plain(RAGGED, 64, eos_token_id=end).shape[1] == RAGGED["input_ids"].shape[1] + 64
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch", [SINGLE, RAGGED], ids=["one row", "several"])
+def test_s04_a_limit_within_a_draft(batch, new_tokens, tmp_path):
+    one = pair("gemma3_text")
+    columns = (batch if isinstance(batch, torch.Tensor) else batch["input_ids"]).shape[1]
+    for name, speculation in ways(one, batch, tmp_path).items():
+        drafted(one, speculation)
+        for limit in ({"max_new_tokens": new_tokens}, {"max_new_tokens": None, "max_length": columns + new_tokens}):
+            want, got = (generate(model, batch, **limit) for model in (one.stock, one.model))
+            assert torch.equal(got.sequences, want.sequences), name
+            assert got.sequences.shape[1] == columns + new_tokens
+            assert got[CACHE_NAME].get_seq_length() == columns + new_tokens - 1
+        del got
+
+
+def test_s04_no_end_before_so_many_tokens():
+    one = pair("llama")
+    end = one.plain(SINGLE, 64)[0, -60].item()
+    for num_tokens in (3, 10):
+        drafted(one, DraftModel(copy.deepcopy(one.stock), num_tokens, adaptive=False))
+        assert_same_text(one, SINGLE, 24, eos_token_id=end)
+        assert_same_text(one, SINGLE, 24, eos_token_id=end, min_new_tokens=15)
+        assert one.plain(SINGLE, 24, eos_token_id=end, min_new_tokens=15).shape[1] >= 9 + 15
+
+
+# Rows of a batch: S06
+
+
+class RowByRow(Knowing):
+    """A different share of what it knows is said of each row."""
+
+    def __init__(self, texts, tree, most):
+        super().__init__(texts, tree)
+        self.most_of = most
+
+    def propose(self, size, texts, num_unknown=0):
+        draft = super().propose(size, texts)
+        for i, row in enumerate(self.rows):
+            if not self.most_of[row]:
+                draft.tokens[i, 1:] = -1
+        return draft
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tree", ["full 2x2x2", "chain of 5"])
+def test_s06_rows_that_accept_differently(name, tree):
+    """One is always right, one never, one ends early: each as if it were alone, with padding after its end."""
+    one = pair(MODELS[name][0], **MODELS[name][1])
+    text = one.plain(RAGGED, 64)[:, -64:]
+    end = text[2, 5].item()
+    drafted(one, RowByRow(one.plain(RAGGED, 64, eos_token_id=end), tree_of(tree), [True, False, True, True]))
+    assert_same_text(one, RAGGED, 64, eos_token_id=end)
+    got = new_text(one.model, RAGGED, 64, eos_token_id=end)
+    for row, (ids, mask) in enumerate(zip(RAGGED["input_ids"], RAGGED["attention_mask"])):
+        alone = new_text(one.stock, ids[mask.bool()][None], 64, eos_token_id=end)[0]
+        assert got[row, : len(alone)].tolist() == alone.tolist()
+        assert (got[row, len(alone) :] == 0).all()
+
+
+def test_s06_rows_in_another_order():
+    """A batch of many rows that end one after another."""
+    one = pair("gemma3_text")
+    batch = ragged(*range(2, 14))
+    ends = one.plain(batch, 64)[:, -64:].diagonal(3)[:8].tolist()
+    for tree in ("full 2x2x2", "chain of 5"):
+        drafted(one, Knowing(one.plain(batch, 64, eos_token_id=ends), tree_of(tree)))
+        assert_same_text(one, batch, 64, eos_token_id=ends)
+    drafted(one, DraftModel(truncated("gemma3_text"), 3, adaptive=False))
+    assert_same_text(one, batch, 64, eos_token_id=ends)

@@ -88,6 +88,25 @@ def test_what_a_training_leaves(tmp_path, base):
     assert same(weights(heads), weights(loaded)) and loaded.accuracies == heads.accuracies
 
 
+@pytest.mark.parametrize("held_out, number", [(0.25, 3), (0.01, 1), (0.0, 12)])
+def test_accuracies_are_measured_on_texts_that_were_held_out(tmp_path, base, monkeypatch, held_out, number):
+    asked, make = [], medusa.make_examples
+    monkeypatch.setattr(
+        medusa, "make_examples", lambda model, texts, *a, **k: asked.append(texts) or make(model, texts, *a, **k)
+    )
+    train_medusa(base, None, cycles(), tmp_path, **{**QUICK, "held_out": held_out})
+    trained, measured = ({tuple(text.tokens) for text in texts} for texts in asked)
+    assert len(measured) == number and trained | measured == set(map(tuple, cycles()))
+    assert not trained & measured or held_out == 0
+
+
+def test_each_step_takes_the_next_batches(tmp_path, base, monkeypatch):
+    taken, batch = [], medusa.Batches.__getitem__
+    monkeypatch.setattr(medusa.Batches, "__getitem__", lambda self, number: taken.append(number) or batch(self, number))
+    train_medusa(base, None, cycles(), tmp_path, **{**QUICK, "steps": 45, "gradient_accumulation": 2})
+    assert taken == list(range(90))
+
+
 class CutOff(Exception): ...
 
 
@@ -187,7 +206,7 @@ def test_prompts_are_continued_by_the_model(tmp_path, base, bits, patched):
 
 def test_continuations_are_made_once(tmp_path, base, monkeypatch):
     monkeypatch.setattr(continuations, "_SHARD", 2)
-    options = {**QUICK, "new_tokens": 6, "temperature": 1.0}
+    options = {**QUICK, "new_tokens": 6, "temperature": 5.0}
     whole = train_medusa(base, WordTokenizer(), PROMPTS, tmp_path / "whole", **options)
     continue_batch, made = continuations._continue_batch, []
 
@@ -205,7 +224,10 @@ def test_continuations_are_made_once(tmp_path, base, monkeypatch):
     torch.manual_seed(99)
     resumed = train_medusa(base, WordTokenizer(), PROMPTS, tmp_path / "cut", **options)
     assert len(made) == 3  # two before, the last one now
-    assert same(weights(whole), weights(resumed))
+    assert same(weights(whole), weights(resumed)) and whole.accuracies == resumed.accuracies
+    folders = [tmp_path / name / "continuations" for name in ("whole", "cut")]
+    said = [continuations.read_continuations(folder, len(PROMPTS)) for folder in folders]
+    assert said[0] == said[1]
 
 
 def test_a_continuation_ends_with_its_end(tmp_path, base):

@@ -1,0 +1,307 @@
+"""Drafted text against this project's own plain decoding, in one run: what a verified draft costs, and what it brings.
+
+    python -m benchmarks.speculation rounds --model llama-3-8b --out FILE.jsonl
+    python -m benchmarks.speculation texts --model smollm2-135m-instruct --prompts spec_bench.jsonl \
+        --medusa examples/medusa-smollm2 --out FILE.jsonl
+
+`rounds`: a round with a draft that is never accepted, of one to 64 nodes, beside a plain step; and drafts of 4 tokens
+of which 0.8 are right by construction. `texts`: prompts (JSON lines with a "category" and "turns"), greedy, by category;
+each text is compared with plain decoding's, to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_turbo.bench.models import DTYPES, load_model, load_tokenizer
+from hf_turbo.bench.promise import differences
+from hf_turbo.bench.rows import device_name, versions
+from hf_turbo.cache.token_tree import TokenTree
+from hf_turbo.generation.drafts import Draft, DraftContext
+from hf_turbo.generation.medusa import Medusa
+from hf_turbo.generation.prompt_lookup import PromptLookup
+from hf_turbo.generation.assisted import drafter_for, pace_of
+from hf_turbo.patching import handle_of, patch
+
+
+@dataclass(frozen=True)
+class SpeculationRow:
+    """One way to draft in one case.
+
+    Args:
+        case: `model/b1/nodes64`, `model/b1/forced0.8x4` or `model/b8/summarization`.
+        step_ms: of a plain step: seconds a token of a row. round_ms: of a forward with its draft and its outcome.
+        tokens_per_round: that a row got from a forward on average; speedup: over the plain variant of the same run.
+        bound: of a forced acceptance, the speed-up if drafts and their verification were free.
+        texts, same_texts: how many there were, and how many of them were plain decoding's, to rounding.
+    """
+
+    bench: str
+    case: str
+    variant: str
+    device: str
+    versions: dict[str, str]
+    dtype: str
+    step_ms: float | None = None
+    round_ms: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_round: float | None = None
+    acceptance: float | None = None
+    speedup: float | None = None
+    bound: float | None = None
+    texts: int | None = None
+    same_texts: int | None = None
+
+
+class Useless:
+    """Guesses on the device that are never right, as a tree or a chain of random tokens."""
+
+    name = "useless"
+    reads_hidden = False
+
+    def __init__(self, tree: TokenTree, vocabulary: int, adaptive: bool) -> None:
+        self.tree, self.vocabulary, self.adaptive = tree, vocabulary, adaptive
+        self.sizes = (max(tree.max_depth, 1),)
+
+    def __repr__(self) -> str:
+        return f"Useless({self.tree.parents}, adaptive={self.adaptive})"
+
+    def attach(self, model: Any) -> Useless:
+        return self
+
+    def serves(self, speculation: Any) -> bool:
+        return True
+
+    def tree_of(self, size: int) -> TokenTree:
+        return self.tree
+
+    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
+        shifts = torch.arange(self.tree.num_nodes, device=roots.device) * 7919
+        return (roots.unsqueeze(1) + shifts) % self.vocabulary
+
+    def begin(self, context: DraftContext) -> Useless:
+        return self
+
+    guesses = property(lambda self: self)
+    foresees = False
+    is_stale = False
+
+    def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
+        return Draft(self.tree, self.guess(None, texts.last), self.tree.max_depth * texts.num_rows)
+
+    def learn(self, *args: Any) -> None: ...
+
+    miss = select = close = learn
+
+
+class Forced(Useless):
+    """Drafts from the host of which each token is the right one with a probability; the texts are known beforehand."""
+
+    guesses = None
+
+    def __init__(self, texts: Sequence[Sequence[int]], size: int, rate: float, vocabulary: int) -> None:
+        super().__init__(TokenTree.chain(size), vocabulary, adaptive=False)
+        self.texts, self.rate = texts, rate
+        self.random = random.Random(0)
+
+    def __repr__(self) -> str:
+        return f"Forced({self.tree.max_depth}, {self.rate})"
+
+    def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
+        drafts = []
+        for text, new in zip(self.texts, texts.new, strict=True):
+            right = [*text[len(new) : len(new) + size], *[0] * size][:size]
+            drafts.append([t if self.random.random() < self.rate else (t + 1) % self.vocabulary for t in right])
+        tokens = torch.cat([texts.last.unsqueeze(1), torch.tensor(drafts).to(texts.last.device)], dim=1)
+        return Draft(self.tree, tokens, size * len(drafts))
+
+
+def timed(model: Any, inputs: dict[str, torch.Tensor], new: int, **options: Any) -> tuple[float, torch.Tensor]:
+    """Seconds of a greedy call of so many new tokens, and they."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    text = model.generate(**inputs, max_new_tokens=new, do_sample=False, **options)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began, text[:, inputs["input_ids"].shape[1] :]
+
+
+def per_token(call: Callable[[int], float], long: int, short: int, repeats: int) -> float:
+    """Seconds that a call of `long` tokens takes more than one of `short`, a token between: median of some repeats."""
+    call(long)
+    return statistics.median((call(long) - call(short)) / (long - short) for _ in range(repeats))
+
+
+def use(model: Any, speculation: Any | None) -> None:
+    """Makes a patched model draft in this way from now on; its captured steps stay."""
+    handle_of(model).speculation = None if speculation is None else drafter_for(model, speculation)
+
+
+def trees(sizes: Sequence[int]) -> Iterator[tuple[int, TokenTree]]:
+    """A chain for each size up to 16, then trees four levels deep."""
+    for size in sizes:
+        chain = TokenTree.chain(size - 1)
+        yield size, chain if size <= 16 else TokenTree(tuple(-1 if i == 0 else max((i - 1) // 4, 0) for i in range(size)))
+
+
+def rounds(args: argparse.Namespace) -> Iterator[SpeculationRow]:
+    device = torch.device("cuda")
+    model = patch(load_model(args.model, DTYPES[args.dtype], device))
+    vocabulary = model.config.vocab_size
+    common = dict(bench="speculation", device=device_name(device), versions=versions(), dtype=args.dtype)
+    ids = torch.randint(1, vocabulary, (args.batch, args.context), device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def call(new: int) -> float:
+        return timed(model, inputs, new, min_new_tokens=None)[0]
+
+    use(model, None)
+    plain = per_token(call, args.new, 32, args.repeats)
+    name = f"{args.model}/b{args.batch}"
+    yield SpeculationRow(case=f"{name}/plain", variant="plain", step_ms=plain * 1e3, **common)
+    for size, tree in trees(args.nodes):
+        use(model, Useless(tree, vocabulary, adaptive=False))
+        before = pace_of(model, handle_of(model).speculation).stats()
+        seconds = per_token(call, args.new, 32, args.repeats)
+        after = pace_of(model, handle_of(model).speculation).stats()
+        tokens = (after.tokens - before.tokens) / (after.row_steps - before.row_steps)
+        yield SpeculationRow(
+            case=f"{name}/nodes{size}", variant="useless", step_ms=plain * 1e3, round_ms=seconds * tokens * 1e3,
+            tokens_per_round=tokens, speedup=plain / seconds, **common,
+        )  # fmt: skip
+    # The text by forwards of the same shape: with random weights, another's rounding turns many ties.
+    text = [[0] * args.new for _ in range(args.batch)]
+    use(model, Forced(text, 4, 0.0, vocabulary))
+    text = timed(model, inputs, args.new)[1].tolist()
+    use(model, forced := Forced(text, 4, 0.8, vocabulary))
+    seconds = per_token(call, args.new, 32, args.repeats)
+    stats = pace_of(model, forced).stats()
+    bound = stats.tokens_per_step
+    yield SpeculationRow(
+        case=f"{name}/forced0.8x4", variant="forced", step_ms=plain * 1e3, round_ms=seconds * bound * 1e3,
+        tokens_per_round=bound, acceptance=stats.acceptance_rate, speedup=plain / seconds, bound=bound,
+        same_texts=sum(a == b for a, b in zip(timed(model, inputs, args.new)[1].tolist(), text, strict=True)),
+        texts=args.batch, **common,
+    )  # fmt: skip
+
+
+def batches(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Each category's first prompts as chat, left padded."""
+    by_category: dict[str, list[str]] = defaultdict(list)
+    for line in args.prompts.read_text().splitlines():
+        question = json.loads(line)
+        by_category[question["category"]].append(question["turns"][0])
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    for category, prompts in by_category.items():
+        chosen = prompts[: args.per_category]
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+            for p in chosen
+        ]
+        for i in range(0, len(texts), args.batch):
+            group = texts[i : i + args.batch]
+            yield category, dict(
+                tokenizer(group, return_tensors="pt", padding=True, add_special_tokens=False).to("cuda")
+            )
+
+
+def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
+    device = torch.device("cuda")
+    model, tokenizer = patch(load_model(args.model, DTYPES[args.dtype], device)), load_tokenizer(args.model)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer")
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    variants: dict[str, Any] = {"plain": None, "prompt lookup": PromptLookup()}
+    if args.medusa:
+        variants |= {f"medusa{n}": Medusa(args.medusa, num_nodes=n) for n in args.nodes}
+    variants["useless"] = Useless(TokenTree.of_paths([[0], [1], [0, 0], [0, 1]]), model.config.vocab_size, adaptive=True)
+    groups = list(batches(args, tokenizer))
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    rounds_of: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    same: dict[tuple[str, str], int] = defaultdict(int)
+    tokens: dict[str, int] = defaultdict(int)
+    for warm in (True, False):
+        for category, inputs in groups[:: len(groups) // 8] if warm else groups:
+            reference = None
+            for name, speculation in variants.items():
+                use(model, speculation)
+                drafter = handle_of(model).speculation
+                before = None if drafter is None else pace_of(model, drafter).stats()
+                took, text = timed(model, inputs, args.new)
+                if warm:
+                    continue
+                seconds[category, name].append(took)
+                if drafter is None:
+                    reference = text
+                    tokens[category] += int((text != model.generation_config.pad_token_id).sum())
+                else:
+                    after = pace_of(model, drafter).stats()
+                    pairs = ("tokens", "row_steps", "accepted", "drafted")
+                    for i, key in enumerate(pairs):
+                        rounds_of[category, name][i] += getattr(after, key) - getattr(before, key)
+                    same[category, name] += count_same(model, inputs, args.new, text, reference)
+    common = dict(bench="speculation", device=device_name(device), versions=versions(), dtype=args.dtype)
+    for category in dict.fromkeys(category for category, _ in groups):
+        for name in variants:
+            took, (got, steps, accepted, drafted) = sum(seconds[category, name]), rounds_of[category, name]
+            count = sum(len(inputs["input_ids"]) for other, inputs in groups if other == category)
+            yield SpeculationRow(
+                case=f"{args.model}/b{args.batch}/{category}", variant=name, tokens_per_s=tokens[category] / took,
+                tokens_per_round=got / steps if steps else None, acceptance=accepted / drafted if drafted else None,
+                speedup=sum(seconds[category, "plain"]) / took, texts=count,
+                same_texts=None if name == "plain" else same[category, name], **common,
+            )  # fmt: skip
+
+
+def count_same(model: Any, inputs: dict[str, torch.Tensor], new: int, text: torch.Tensor, plain: torch.Tensor) -> int:
+    """How many rows are the plain text, or leave it where the plain model hardly prefers its own token."""
+    longest = max(text.shape[1], plain.shape[1])
+    pad = model.generation_config.pad_token_id
+    text, plain = (torch.nn.functional.pad(x, (0, longest - x.shape[1]), value=pad) for x in (text, plain))
+    if torch.equal(text, plain):
+        return len(text)
+    use(model, None)
+    out = model.generate(
+        **inputs, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    found = differences(text.cpu(), plain.cpu(), out.logits, model.dtype)
+    return len(text) - sum(not d.is_rounding for d in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["rounds", "texts"])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=[*DTYPES], default="bf16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--per-category", type=int, default=8)
+    parser.add_argument("--medusa")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    with args.out.open("a") as file:
+        for row in (rounds if args.what == "rounds" else texts)(args):
+            file.write(json.dumps(asdict(row)) + "\n")
+            figures = {k: round(v, 4) for k, v in asdict(row).items() if isinstance(v, (int, float))}
+            print(f"{row.case:44} {row.variant:14} {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

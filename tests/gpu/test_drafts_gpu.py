@@ -1,0 +1,150 @@
+"""Drafted text by captured steps: the text of the unpatched model, in fp32."""
+
+import pytest
+import torch
+from graph_cases import BATCH, GPU, on_gpu, patched_model, stock_model
+from helpers import generate, new_text, used_blocks
+
+import hf_turbo
+from hf_turbo.generation.draft_model import DraftModel
+from hf_turbo.generation.medusa import Medusa
+from hf_turbo.generation.medusa_heads import MedusaHeads
+from hf_turbo.generation.prompt_lookup import PromptLookup
+from hf_turbo.patching import handle_of
+
+pytestmark = GPU
+NEW = 64
+TREES = {
+    "chain": [[0], [0, 0], [0, 0, 0]],
+    "2x2x2": [[*path] for n in (1, 2, 3) for path in torch.cartesian_prod(*[torch.arange(2)] * n).reshape(-1, n).tolist()],
+    "63 nodes": "mc_sim_7b_63",
+}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Random heads for a model, as a folder."""
+    made = {}
+
+    def folder(model):
+        size = (model.config.hidden_size, model.config.vocab_size)
+        if size not in made:
+            torch.manual_seed(1)
+            heads = MedusaHeads(4, 1, *size)
+            for p in heads.parameters():
+                torch.nn.init.normal_(p, std=0.2)
+            made[size] = tmp_path_factory.mktemp("heads")
+            heads.save_pretrained(made[size])
+        return made[size]
+
+    return folder
+
+
+def batches():
+    return [{name: x[-1:] for name, x in on_gpu(BATCH).items()}, on_gpu(BATCH)]
+
+
+def drafts(model, speculation, expected, batch, **options):
+    """The same text, and what the drafter has come to."""
+    hf_turbo.patch(model, block_size=16, speculation=speculation, **options)
+    for _ in range(2):  # captured, then replayed
+        got = model.generate(**batch, max_new_tokens=NEW, do_sample=False)[:, batch["input_ids"].shape[1] :]
+        assert torch.equal(got, expected)
+    handle = handle_of(model)
+    assert not handle.stepped_aside, handle.stepped_aside
+    assert used_blocks(model) == 0
+    return next(iter(handle.drafters.values()))[1].stats()
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_medusa(name, tree, heads):
+    stock, model = stock_model(name), patched_model(name)
+    for batch in batches():
+        stats = drafts(
+            model, Medusa(heads(stock), tree=TREES[tree], adaptive=False), new_text(stock, batch, NEW), batch
+        )
+        assert stats.rounds > NEW
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_prompt_lookup(name, adaptive):
+    stock, model = stock_model(name), patched_model(name)
+    for batch in batches():
+        stats = drafts(model, PromptLookup(7, 1, adaptive), new_text(stock, batch, NEW), batch)
+        assert stats.rounds + stats.plain_steps > 16
+
+
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_draft_model(draft):
+    stock, model = stock_model("llama"), patched_model("llama")
+    other = stock_model("llama")
+    if draft == "other":
+        torch.manual_seed(3)
+        for p in other.parameters():
+            p.data.normal_(std=0.05)
+    for batch in batches():
+        stats = drafts(model, DraftModel(other, 5, adaptive=False), new_text(stock, batch, NEW), batch)
+        assert (stats.acceptance_rate == 1) == (draft == "same") or len(batch["input_ids"]) > 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_over_codes(kind, heads):
+    """Against plain decoding over the same codes."""
+    stock = stock_model("llama")
+    for batch in batches():
+        model = hf_turbo.patch(stock_model("llama"), kv_cache_dtype=kind, block_size=32)
+        expected = new_text(model, batch, NEW)
+        model = hf_turbo.patch(model, kv_cache_dtype=kind, block_size=32, speculation=Medusa(heads(stock), adaptive=False))
+        assert torch.equal(new_text(model, batch, NEW), expected)
+
+
+def test_an_end_within_a_draft(heads):
+    stock, model = stock_model("llama"), patched_model("llama")
+    batch = batches()[1]
+    plain = new_text(stock, batch, NEW)
+    for place in (3, 4, 5, 30):
+        eos = int(plain[1, place])
+        expected = new_text(stock, batch, NEW, eos_token_id=eos, pad_token_id=0)
+        for speculation in (PromptLookup(7, 1, False), Medusa(heads(stock), adaptive=False), DraftModel(stock, 5, False)):
+            hf_turbo.patch(model, block_size=16, speculation=speculation)
+            got = model.generate(**batch, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0)
+            assert torch.equal(got[:, batch["input_ids"].shape[1] :], expected)
+
+
+def test_sampled_and_kept(heads):
+    """Sampling one row with a seed gives the plain sampled text; scores and cache are those of a plain run."""
+    stock, model = stock_model("llama"), patched_model("llama")
+    batch, options = batches()[0], dict(do_sample=True, temperature=0.8, output_scores=True)
+    torch.manual_seed(5)
+    expected = generate(hf_turbo.patch(model, block_size=16), batch, NEW, **options)
+    hf_turbo.patch(model, block_size=16, speculation=Medusa(heads(stock), adaptive=False))
+    torch.manual_seed(5)
+    got = generate(model, batch, NEW, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(got.scores), torch.stack(expected.scores), atol=1e-3, rtol=1e-3)
+    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+
+
+def test_verification_is_captured(heads):
+    """After the first call nothing is computed the model's own way but the prompt."""
+    model = patched_model("llama")
+    hf_turbo.patch(model, block_size=16, speculation=Medusa(heads(model), adaptive=False))
+    batch = batches()[0]
+    model.generate(**batch, max_new_tokens=NEW, do_sample=False)
+    steps = handle_of(model).steps
+    captured, replayed = steps.num_captured, steps.num_replayed
+    model.generate(**batch, max_new_tokens=NEW, do_sample=False)
+    assert steps.num_captured == captured and steps.num_replayed > replayed + 16
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_heads_of_a_quantized_model(name, heads):
+    model = stock_model(name)
+    hf_turbo.quantize(model)
+    batch = batches()[1]
+    expected = new_text(hf_turbo.patch(model, block_size=16), batch, NEW)
+    hf_turbo.patch(model, block_size=16, speculation=Medusa(heads(model), adaptive=False))
+    got = new_text(model, batch, NEW)
+    assert torch.equal(got, expected)
