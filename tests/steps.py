@@ -17,6 +17,8 @@ class Step(StepGraph):
         super().load(cache, inputs, tables, code_tables)
         for window, group in self.groups.items():
             table, metadata = cache.groups[window].table, group.plan.metadata
+            for made_of_them in ("runs", "even_rows"):
+                vars(metadata).pop(made_of_them, None)
             metadata.seq_lens_cpu = self.seq_lens.tolist()
             metadata.q_lens_cpu = [self.num_nodes] * len(self.seq_lens)
             metadata.block_ids_cpu = [list(row) for row in table.rows]
@@ -38,6 +40,32 @@ def step(model, cache, **kwargs):
     output = graph.result(graph.compute(lambda **k: forward(model, **k)), cache, inputs.num_rows)
     cache.finish_step(start + 1)
     return output.logits
+
+
+def tree_step(model, cache, tree, tokens, position_ids, graphs=None, **kwargs):
+    """The logits `[rows, nodes, vocabulary]` of drafts by way of a `StepGraph`; the cache then waits for its `keep`.
+
+    Args:
+        tree: the shape of the drafts.
+        tokens, position_ids: int64 `[rows, nodes]`.
+        graphs: those that were made before, by their keys; a new one is added.
+    """
+    handle = handle_of(model)
+    layout = cache.layout
+    layout.tree, layout.only_ones_follow = tree, True
+    kwargs |= {"input_ids": tokens.reshape(-1, 1), "position_ids": position_ids.reshape(-1, 1), CACHE_NAME: cache}
+    inputs = StepInputs.of(kwargs)
+    cache.advance()
+    graphs = {} if graphs is None else graphs
+    if inputs.key not in graphs:
+        columns = dict.fromkeys(cache.groups, 64)
+        graphs[inputs.key] = Step(handle.pool, handle.sliding_windows, STEP_RULES, inputs, columns)
+    graph = graphs[inputs.key]
+    graph.load(cache, inputs)
+    forward = type(model)._hf_turbo_original_class.forward
+    output = graph.result(graph.compute(lambda **k: forward(model, **k)), cache, inputs.num_rows)
+    layout.tree, layout.only_ones_follow = None, False
+    return output.logits.view(*tokens.shape, -1)
 
 
 def decode_steps(num_steps):

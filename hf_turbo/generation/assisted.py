@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..cache.paged_cache import DraftsUnsuited, PagedCache
 from ..compat import CACHE_NAME
 from .draft_model import MAX_PADDING, DraftModel, DraftModelDrafter
 from .drafts import MAX_DRAFTED, Drafter, Speculation
-from .pace import Pace
+from .pace import Pace, PaceStats
 from .prompt_lookup import PromptLookup
 from .speculation import speculate, why_not_speculate
 
@@ -24,6 +25,9 @@ class Steady(Pace):
 
     def choose(self) -> int:
         return self._sizes[-1]
+
+    def stats(self) -> PaceStats:
+        return replace(super().stats(), is_on=True)
 
 
 def drafter_for(model: Any, speculation: Speculation) -> Drafter:

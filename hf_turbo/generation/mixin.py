@@ -181,6 +181,8 @@ def _forward_of(original: Any) -> Any:
         if not kwargs.keys().isdisjoint(named):
             return own(*args, **kwargs)  # an error that the model's own words fit
         kwargs |= named
+        if "tokenizer" not in names:
+            kwargs.pop("tokenizer", None)  # generate() hands on what it has read stop strings with
         watch = getattr(kwargs.get(CACHE_NAME), "head_input", None)
         if watch is not None:
             own = watch.wrapped(own)

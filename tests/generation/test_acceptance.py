@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from random_trees import trees
 from scipy import stats
 
-from hf_turbo.generation.acceptance import accept_by_rejection, accept_greedy, accept_matching, accept_typical
 from hf_turbo.cache.token_tree import TokenTree
+from hf_turbo.generation.acceptance import accept_by_rejection, accept_greedy, accept_matching, accept_typical
 
 
 @st.composite

@@ -1,9 +1,15 @@
 """Blocks that nobody holds say NaN at every moment of these tests."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from hf_turbo.cache.block_table import BlockTable
 from hf_turbo.cache.coded_group import CodeStore
+
+# Small checkpoints are written by what the tests of quantization have for it.
+sys.path.append(str(Path(__file__).parents[1] / "quantization"))
 
 
 @pytest.fixture(autouse=True)

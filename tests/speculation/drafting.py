@@ -103,7 +103,7 @@ class Knowing:
         texts: int64 `[rows, columns]`, prompts included.
         tree: the shape of its drafts.
         seed: of what is right and what is not.
-        most: tokens of a draft that are right at most.
+        vocabulary: how many tokens the rubbish is of.
     """
 
     name = "what is known"
@@ -113,8 +113,8 @@ class Knowing:
     foresees = False
     is_stale = False
 
-    def __init__(self, texts: torch.Tensor, tree: TokenTree, seed: int = 0, most: int = 64) -> None:
-        self.texts, self.tree, self.most = texts.tolist(), tree, most
+    def __init__(self, texts: torch.Tensor, tree: TokenTree, seed: int = 0, vocabulary: int = 128) -> None:
+        self.texts, self.tree, self.vocabulary = texts.tolist(), tree, vocabulary
         self.random = random.Random(seed)
         self.sizes = (tree.max_depth,)
 
@@ -134,9 +134,9 @@ class Knowing:
     def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
         drafts = []
         for row, length, last in zip(self.rows, texts.lengths, texts.last.tolist(), strict=True):
-            tokens = [last] + [self.random.randrange(-1, 128) for _ in range(self.tree.num_nodes - 1)]
+            tokens = [last] + [self.random.randrange(-1, self.vocabulary) for _ in range(self.tree.num_nodes - 1)]
             path = self.tree.paths[self.random.randrange(self.tree.num_nodes)]
-            coming = self.texts[row][length : length + self.most]
+            coming = self.texts[row % len(self.texts)][length:]
             for node, token in zip(path[1:], coming):
                 tokens[node] = token
             drafts.append(tokens)
