@@ -17,12 +17,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_config import (
-    MIN_KEYS_PER_SPLIT,
     AttentionConfig,
     ceil_div,
     choose_config,
     choose_num_splits,
     device_facts,
+    most_splits,
 )
 from .block_ids import MAX_SEGMENTS
 from .launch import Launcher
@@ -371,7 +371,7 @@ def paged_attention(
     num_splits = config.num_splits
     if num_splits is None:
         seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
-        max_splits = ceil_div(seen, MIN_KEYS_PER_SPLIT)
+        max_splits = most_splits(seen, metadata.max_seqlen_q, row_tiles)
         slots = facts.num_sms * config.programs_per_sm
         num_splits = choose_num_splits(row_tiles * num_kv_heads * num_seqs, max_splits, slots)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Pair:
         return self.texts[key]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pair(name: str, overrides: str) -> Pair:
     stock, model = (build(name, **eval(overrides)) for _ in range(2))
     return Pair(stock, model)

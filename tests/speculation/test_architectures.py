@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from drafting import Knowing, tree_of
-from helpers import assert_pool_accounts, generate, prompt, ragged, stepped_aside, used_blocks
+from helpers import assert_pool_accounts, generate, ragged, stepped_aside, used_blocks
 from tiny_models import ACCELERATED, COMMON, ZOO, build, expectation, in_this_transformers
 
 import hf_turbo

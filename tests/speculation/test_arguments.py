@@ -12,7 +12,6 @@ from drafting import (
     Knowing,
     assert_drafted,
     assert_same_output,
-    assert_same_text,
     drafted,
     heads_of,
     letters,
@@ -22,7 +21,7 @@ from drafting import (
     truncated,
 )
 from helpers import generate, prompt, stepped_aside, used_blocks
-from loop_cases import CountingCriterion, CountingProcessor
+from loop_cases import CountingCriterion
 from tiny_models import build
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, pipeline
 from transformers.generation.streamers import BaseStreamer
@@ -84,7 +83,8 @@ def test_s09_processors(way, batch, folder):
     """They see the drafted tokens before each place, as if they were the text already."""
     one = pair("llama")
     several = not isinstance(batch, torch.Tensor)
-    for name, options in ARGUMENTS.items():
+    number = WAYS.index(way) + several  # every third of the arguments, others with each way
+    for name, options in [*ARGUMENTS.items()][number % 3 :: 3]:
         extra = drafting(way, one, batch, folder, **options)
         want = one.plain(batch, 24, **options)
         got = generate(one.model, batch, 24, **options, **extra).sequences
@@ -102,20 +102,18 @@ def test_s09_a_seed_gives_the_plain_text(name, way, folder):
     """Every token is the model's own draw, in the order of the text: the same numbers give the same tokens."""
     one = pair(name)
     filters = dict(do_sample=True, temperature=1.3, top_k=20, top_p=0.9)
-    for options in (filters, {**filters, "repetition_penalty": 1.2}, dict(do_sample=True, temperature=0.3)):
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            want = generate(one.stock, SINGLE, 32, **options).sequences
-            after = torch.rand(2)
-            one.texts.clear()
-            extra = drafting(way, one, SINGLE, folder)
-            if way in ("tree", "chain"):
-                handle_of(one.model).speculation.texts = want.tolist()
-            torch.manual_seed(seed)
-            got = generate(one.model, SINGLE, 32, **options, **extra).sequences
-            assert torch.equal(got, want)
-            assert torch.equal(torch.rand(2), after), "random numbers were left or taken"
-            assert_drafted(one.model, needs_drafts=way in ("heads", "tree", "chain"))
+    for seed, options in enumerate((filters, {**filters, "repetition_penalty": 1.2}, dict(do_sample=True))):
+        torch.manual_seed(seed)
+        want = generate(one.stock, SINGLE, 32, **options).sequences
+        after = torch.rand(2)
+        extra = drafting(way, one, SINGLE, folder)
+        if way in ("tree", "chain"):
+            handle_of(one.model).speculation.texts = want.tolist()
+        torch.manual_seed(seed)
+        got = generate(one.model, SINGLE, 32, **options, **extra).sequences
+        assert torch.equal(got, want)
+        assert torch.equal(torch.rand(2), after), "random numbers were left or taken"
+        assert_drafted(one.model, needs_drafts="lookup" not in way)
 
 
 @pytest.mark.parametrize("way", ["lookup", "draft model", "truncated model", "heads"])
@@ -212,14 +210,13 @@ def test_streamers(way, batch, folder):
 
 @pytest.mark.parametrize("batch", [SINGLE, RAGGED], ids=["one row", "several"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_what_is_returned(name, way, batch, folder):
+def test_what_is_returned(way, batch, folder):
     """Scores, logits, and a cache that is what it is after as many plain steps."""
-    one = pair(name)
+    one = pair("gemma3_text")
     mask = torch.ones_like(batch) if isinstance(batch, torch.Tensor) else batch["attention_mask"]
     end = one.plain(batch, 24)[0, -15].item()
     extra = drafting(way, one, batch, folder)
-    for options in ({}, dict(eos_token_id=end), dict(eos_token_id=end, repetition_penalty=1.3)):
+    for options in ({}, dict(eos_token_id=end, repetition_penalty=1.3)):
         options = dict(output_scores=True, output_logits=True, **options)
         want, got = generate(one.stock, batch, 24, **options), generate(one.model, batch, 24, **options, **extra)
         assert_same_output(want, got, mask, options.get("eos_token_id", ()))
@@ -229,11 +226,11 @@ def test_what_is_returned(name, way, batch, folder):
 
 @pytest.mark.parametrize("batch", [SINGLE, RAGGED], ids=["one row", "several"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_second_turn(name, way, batch, folder):
+def test_a_second_turn(way, batch, folder):
     """Over the cache that the first one has returned, some of whose rows ended early."""
-    one = pair(name)
-    ids, mask = (batch["input_ids"], batch["attention_mask"]) if isinstance(batch, dict) else (batch, torch.ones_like(batch))
+    one = pair("gemma3_text")
+    ids = batch if isinstance(batch, torch.Tensor) else batch["input_ids"]
+    mask = torch.ones_like(ids) if isinstance(batch, torch.Tensor) else batch["attention_mask"]
     end = one.plain(batch, 24)[0, -15].item()
     extra, texts = drafting(way, one, batch, folder), []
     for model, own in ((one.stock, {}), (one.model, extra)):
@@ -315,8 +312,8 @@ def test_pipelines(way, folder):
 def test_vocabularies_of_different_padding(size, sampled, by):
     one, draft = pair("llama"), build("llama", vocab_size=size)
     with torch.no_grad():
-        for mine, theirs in ((draft.lm_head, one.stock.lm_head), (draft.model.embed_tokens, one.stock.model.embed_tokens)):
-            mine.weight[:128] = theirs.weight[:size]
+        for mine, theirs in zip(draft.parameters(), one.stock.parameters(), strict=True):
+            mine[:128] = theirs[:size] if mine.shape != theirs.shape else theirs
     extra = {"assistant_model": draft} if by == "argument" else {}
     drafted(one, None if extra else DraftModel(draft, 5, adaptive=False))
     options = dict(do_sample=True, top_k=1) if sampled else {}

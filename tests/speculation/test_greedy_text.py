@@ -35,8 +35,23 @@ MODELS = {
     "window of 8": ("gemma3_text", {}),
     "window of 3": ("mistral", {"sliding_window": 3}),
 }
-DRAFTS = {"same": lambda name, **o: copy.deepcopy(pair(name, **o).stock), "random": random_model, "first layer": truncated}
+DRAFTS = {
+    "same": lambda name, **overrides: copy.deepcopy(pair(name, **overrides).stock),
+    "random": random_model,
+    "first layer": truncated,
+}
 PROMPTS = {"one token": prompt(1, 1), "40 tokens": prompt(1, 40), "several rows": RAGGED}
+#: Drafts of a model that is wrong, longer than these, are many forwards: they are tried where there is time.
+QUICK = {("llama", 5), ("window of 8", 2), ("window of 3", 5), ("gpt2", 1)}
+
+
+def draft_cases():
+    for name in MODELS:
+        for kind in DRAFTS:
+            for num_tokens in (1, 2, 5, 20):
+                is_quick = kind == "same" or (name, num_tokens) in QUICK
+                marks = [] if is_quick else pytest.mark.slow
+                yield pytest.param(name, kind, num_tokens, id=f"{name}-{kind}-{num_tokens}", marks=marks)
 
 
 @pytest.fixture(params=MODELS)
@@ -45,16 +60,12 @@ def one(request):
     return pair(name, **overrides)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 20])
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, kind, num_tokens", draft_cases())
 def test_s01_draft_models(name, kind, num_tokens):
     architecture, overrides = MODELS[name]
     one, draft = pair(architecture, **overrides), DRAFTS[kind](architecture, **overrides)
     drafted(one, DraftModel(draft, num_tokens, adaptive=False))
-    for label, inputs in PROMPTS.items():
-        if (kind, num_tokens) == ("random", 20) and label != "one token":
-            continue  # 1,300 forwards of the draft a row, for nothing
+    for inputs in PROMPTS.values():
         seen = assert_same_text(one, inputs)
     if kind == "same":
         assert seen.acceptance_rate > 0.9
@@ -62,16 +73,15 @@ def test_s01_draft_models(name, kind, num_tokens):
         assert seen.acceptance_rate < 0.1
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_s01_prompt_lookup(one, block_size):
-    for num_tokens in (1, 3, 20):
-        drafted(one, PromptLookup(num_tokens, min_match=1, adaptive=False), block_size)
-        for inputs in PROMPTS.values():
-            seen = assert_same_text(one, inputs)
-        assert 0 < seen.accepted < seen.drafted
+@pytest.mark.parametrize("num_tokens, block_size", [(1, 16), (3, 1), (20, 4)])
+def test_s01_prompt_lookup(one, num_tokens, block_size):
+    drafted(one, PromptLookup(num_tokens, min_match=1, adaptive=False), block_size)
+    for inputs in PROMPTS.values():
+        seen = assert_same_text(one, inputs)
+    assert 0 < seen.accepted < seen.drafted
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tree", TREES)
 def test_m01_any_tree_of_which_any_part_is_right(one, tree, block_size):
     """Nodes of rubbish around those that are right, at every place of the tree."""
@@ -91,13 +101,12 @@ def test_m01_random_heads(one, tree, tmp_path):
         assert_same_text(one, inputs)
 
 
-@pytest.mark.parametrize("length", [3, 4, 5, 15, 16, 17])
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size, length", [(4, 3), (4, 4), (4, 5), (16, 15), (16, 16), (16, 17)])
 def test_prompts_that_end_at_a_blocks_edge(one, length, block_size):
     inputs = prompt(1, length)
     for tree in ("full 2x2x2", "chain of 5"):
-        drafted(one, Knowing(one.plain(inputs, 32), tree_of(tree)), block_size)
-        assert_same_text(one, inputs, 32)
+        drafted(one, Knowing(one.plain(inputs, 24), tree_of(tree)), block_size)
+        assert_same_text(one, inputs, 24)
 
 
 # Where texts end: S02 and S04
@@ -126,19 +135,19 @@ def assert_same_dict(one, inputs, new_tokens, **options):
     return want
 
 
-@pytest.mark.parametrize("place", [3, 4, 5])
-@pytest.mark.parametrize("batch", [SINGLE, RAGGED], ids=["one row", "several"])
-@pytest.mark.parametrize("name", ["llama", "window of 8"])
-def test_s02_an_end_within_a_draft(name, batch, place, tmp_path):
+@pytest.mark.parametrize("name, batch", [("llama", SINGLE), ("window of 8", RAGGED)], ids=["one row", "several"])
+def test_s02_an_end_within_a_draft(name, batch, tmp_path):
     """Nothing comes after it: not in the text, the scores or the cache."""
     one = pair(*MODELS[name][:1])
     text = one.plain(batch, 64)[:, -64:]
     for speculation in ways(one, batch, tmp_path).values():
         drafted(one, speculation)
-        for ends in (text[0, place].item(), [text[-1, place].item(), text[0, place + 9].item()]):
-            assert_same_text(one, batch, 24, needs_drafts=False, eos_token_id=ends)
-            stock = assert_same_dict(one, batch, 24, eos_token_id=ends)
-            assert (stock.sequences[0, -1] != text[0, 23]) or len(stock.sequences) > 1
+        for place in (3, 4, 5):
+            ends = [text[-1, place].item(), text[0, place + 9].item()]
+            assert_same_text(one, batch, 16, needs_drafts=False, eos_token_id=text[0, place].item())
+            stock = assert_same_dict(one, batch, 16, eos_token_id=ends)
+        if batch is SINGLE:
+            assert stock.sequences.shape[1] == 9 + 6
 
 
 def test_s02_an_end_that_only_the_draft_says():
@@ -147,8 +156,8 @@ def test_s02_an_end_that_only_the_draft_says():
     [end] = sorted(set(range(3, 128)) - set(one.plain(RAGGED, 64).flatten().tolist()))[:1]
     for tree in TREES:
         drafted(one, Knowing(torch.full((4, 96), end), tree_of(tree)))
-        assert assert_same_text(one, RAGGED, eos_token_id=end).acceptance_rate < 0.1
-        assert one.plain(RAGGED, 64, eos_token_id=end).shape[1] == RAGGED["input_ids"].shape[1] + 64
+        assert assert_same_text(one, RAGGED, 32, eos_token_id=end).acceptance_rate < 0.1
+        assert one.plain(RAGGED, 32, eos_token_id=end).shape[1] == 12 + 32
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])

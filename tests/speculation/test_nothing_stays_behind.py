@@ -1,4 +1,4 @@
-"""What a call with drafts leaves: no blocks, no patched draft model, nothing of a round that failed. S08 of the cases."""
+"""What a call with drafts leaves: no blocks, no patched draft model, nothing of a round that failed. S08."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def draft_model(agrees: bool):
     return draft
 
 
-@lru_cache(maxsize=None)
+@cache
 def exact(filters: str) -> torch.Tensor:
     """The probabilities of three tokens, `[8, 8, 8]`: from the stock model's logits, filtered anew."""
     options = eval(filters)
