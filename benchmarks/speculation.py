@@ -31,7 +31,7 @@ from hf_turbo.cache.token_tree import TokenTree
 from hf_turbo.generation.drafts import Draft, DraftContext
 from hf_turbo.generation.medusa import Medusa
 from hf_turbo.generation.prompt_lookup import PromptLookup
-from hf_turbo.generation.assisted import drafter_for, pace_of
+from hf_turbo.generation.paced import paced
 from hf_turbo.patching import handle_of, patch
 
 
@@ -144,7 +144,7 @@ def per_token(call: Callable[[int], float], long: int, short: int, repeats: int)
 
 def use(model: Any, speculation: Any | None) -> None:
     """Makes a patched model draft in this way from now on; its captured steps stay."""
-    handle_of(model).speculation = None if speculation is None else drafter_for(model, speculation)
+    handle_of(model).speculation = None if speculation is None else paced(model, speculation)
 
 
 def trees(sizes: Sequence[int]) -> Iterator[tuple[int, TokenTree]]:
@@ -171,9 +171,9 @@ def rounds(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     yield SpeculationRow(case=f"{name}/plain", variant="plain", step_ms=plain * 1e3, **common)
     for size, tree in trees(args.nodes):
         use(model, Useless(tree, vocabulary, adaptive=False))
-        before = pace_of(model, handle_of(model).speculation).stats()
+        before = handle_of(model).speculation.stats()
         seconds = per_token(call, args.new, 32, args.repeats)
-        after = pace_of(model, handle_of(model).speculation).stats()
+        after = handle_of(model).speculation.stats()
         tokens = (after.tokens - before.tokens) / (after.row_steps - before.row_steps)
         yield SpeculationRow(
             case=f"{name}/nodes{size}", variant="useless", step_ms=plain * 1e3, round_ms=seconds * tokens * 1e3,
@@ -185,7 +185,7 @@ def rounds(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     text = timed(model, inputs, args.new)[1].tolist()
     use(model, forced := Forced(text, 4, 0.8, vocabulary))
     seconds = per_token(call, args.new, 32, args.repeats)
-    stats = pace_of(model, forced).stats()
+    stats = handle_of(model).speculation.stats()
     bound = stats.tokens_per_step
     yield SpeculationRow(
         case=f"{name}/forced0.8x4", variant="forced", step_ms=plain * 1e3, round_ms=seconds * bound * 1e3,
@@ -239,7 +239,7 @@ def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
             for name, speculation in variants.items():
                 use(model, speculation)
                 drafter = handle_of(model).speculation
-                before = None if drafter is None else pace_of(model, drafter).stats()
+                before = None if drafter is None else drafter.stats()
                 took, text = timed(model, inputs, args.new)
                 if warm:
                     continue
@@ -248,7 +248,7 @@ def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
                     reference = text
                     tokens[category] += int((text != model.generation_config.pad_token_id).sum())
                 else:
-                    after = pace_of(model, drafter).stats()
+                    after = drafter.stats()
                     pairs = ("tokens", "row_steps", "accepted", "drafted")
                     for i, key in enumerate(pairs):
                         rounds_of[category, name][i] += getattr(after, key) - getattr(before, key)

@@ -48,10 +48,10 @@ class PatchHandle:
         #: Quantized linears of other libraries that ours stand in for.
         self.taken_over = TakenOver()
         self.steps = StepGraphs(self)
-        #: What proposes tokens at every call; None where that is not asked for.
+        #: The `Paced` drafter that proposes tokens at every call; None where that is not asked for.
         self.speculation: Any = None
-        #: By what was asked for: a drafter, and its pace.
-        self.drafters: dict[str, tuple[Any, Any]] = {}
+        #: By what was asked for: a `Paced` drafter.
+        self.drafters: dict[str, Any] = {}
         #: Whether drafts have been verified with this model, and why they can't be; None where that is not known.
         self.drafts_work = False
         self.no_drafts: str | None = None

@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
-from .generation.assisted import drafter_for
 from .generation.mixin import original_class, patched_class
+from .generation.paced import paced
 from .handle import PatchHandle
 from .modeling.attention import AttentionName, register
 from .ops.kv_format import KV_FORMATS
@@ -66,7 +66,7 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
     target.__class__ = patched_class(type(target))  # type: ignore[arg-type]
     if turbo_config.speculation is not None and not handle.model_reason:
         try:
-            handle.speculation = drafter_for(target, turbo_config.speculation)
+            handle.speculation = paced(target, turbo_config.speculation)
         except BaseException:
             unpatch(target)
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .generation.pace import PaceStats
 from .modeling.key_check import MIN_TOKENS
 from .ops import dispatch
 from .patching import handle_of
@@ -39,6 +40,7 @@ class Report:
         quantized_bytes: of their weights, with scales and zero points.
         linears_taken_over: how many of them stand in for another library's.
         linears_left: name -> why a quantized linear of another library was left as it is.
+        drafts: drafter -> what its drafts have come to: tokens drafted and accepted, tokens a step, on or off.
     """
 
     accelerated: dict[str, str]
@@ -68,6 +70,7 @@ class Report:
     quantized_bytes: int
     linears_taken_over: int
     linears_left: dict[str, str]
+    drafts: dict[str, PaceStats]
 
     def __str__(self) -> str:
         lines = [f"{kind}: {how}" for kind, how in self.accelerated.items()]
@@ -84,6 +87,11 @@ class Report:
                 f"decode steps: {self.steps_captured:,} captured, {self.steps_replayed:,} replayed; "
                 f"{self.graphs} graphs held, {self.graph_bytes:,} bytes"
             )
+        lines += [
+            f"{name}: {s.drafted:,} tokens drafted, {s.acceptance_rate:.0%} accepted, {s.tokens_per_step:.2f} tokens a "
+            f"step; {'on' if s.is_on else 'off, as it does not pay now'}"
+            for name, s in self.drafts.items()
+        ]
         if self.quantized_linears:
             lines.append(self._quantized())
         return "\n".join(lines)
@@ -157,6 +165,7 @@ def report(model: nn.Module) -> Report:
         quantized_bytes=_num_bytes(linears),
         linears_taken_over=len(handle.taken_over.layers),
         linears_left=dict(handle.taken_over.left),
+        drafts={name: known.stats() for name, known in handle.drafters.items()},
     )
 
 

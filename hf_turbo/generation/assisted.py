@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..cache.paged_cache import DraftsUnsuited, PagedCache
 from ..compat import CACHE_NAME
-from .draft_model import MAX_PADDING, DraftModel, DraftModelDrafter
-from .drafts import MAX_DRAFTED, Drafter, Speculation
-from .pace import Pace, PaceStats
+from .draft_model import MAX_PADDING, DraftModel
+from .paced import Paced, most_drafted, paced
 from .prompt_lookup import PromptLookup
 from .speculation import speculate, why_not_speculate
 
@@ -20,52 +18,20 @@ from .speculation import speculate, why_not_speculate
 _OTHER_KINDS = ("assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
 
 
-class Steady(Pace):
-    """Always the largest draft."""
-
-    def choose(self) -> int:
-        return self._sizes[-1]
-
-    def stats(self) -> PaceStats:
-        return replace(super().stats(), is_on=True)
-
-
-def drafter_for(model: Any, speculation: Speculation) -> Drafter:
-    """A patched model's drafter of this kind, the same again for one that is asked for again.
-
-    Raises:
-        ValueError: it does not fit the model.
-    """
-    handle = model._hf_turbo
-    known = handle.drafters.get(repr(speculation))
-    if known is None or not known[0].serves(speculation):
-        drafter = speculation.attach(model)
-        if isinstance(drafter, DraftModelDrafter):
-            drafter.borrow = handle.borrow
-        pace = Pace(drafter.sizes) if drafter.adaptive else Steady(drafter.sizes)
-        known = handle.drafters[repr(speculation)] = (drafter, pace)
-    return known[0]
-
-
-def pace_of(model: Any, drafter: Drafter) -> Pace:
-    """The pace of one of a patched model's drafters."""
-    return next(pace for known, pace in model._hf_turbo.drafters.values() if known is drafter)
-
-
 def assistance(
     model: Any, generation_config: Any, assistant_model: Any, assistant_tokenizer: Any, tokenizer: Any
-) -> Drafter | None:
+) -> Paced | None:
     """The drafter that the arguments of an assisted call ask for; None: Transformers' own loop serves it."""
     if model._hf_turbo.model_reason or any(getattr(generation_config, name, None) for name in _OTHER_KINDS):
         return None
     if (num_tokens := generation_config.prompt_lookup_num_tokens) is not None:
-        return drafter_for(model, PromptLookup(min(num_tokens, MAX_DRAFTED), min_match=1))
+        return paced(model, PromptLookup(min(num_tokens, most_drafted(model)), min_match=1))
     if assistant_model is None or getattr(assistant_model.config, "is_encoder_decoder", False):
         return None
     if not _same_vocabulary(model, assistant_model, assistant_tokenizer, tokenizer):
         return None
     num_tokens = getattr(assistant_model.generation_config, "num_assistant_tokens", None) or 20
-    return drafter_for(model, DraftModel(assistant_model, min(num_tokens, MAX_DRAFTED)))
+    return paced(model, DraftModel(assistant_model, min(num_tokens, most_drafted(model))))
 
 
 def try_drafts(
@@ -77,7 +43,7 @@ def try_drafts(
     synced_gpus: bool,
     streamer: Any,
     model_kwargs: dict[str, Any],
-    drafter: Drafter,
+    drafter: Paced,
 ) -> Any:
     """What the loop for drafted text gives; None, and `report()` says why, where a call can't have it."""
     handle = model._hf_turbo
@@ -87,7 +53,8 @@ def try_drafts(
         cache: PagedCache = model_kwargs[CACHE_NAME]
         before = cache.get_seq_length()
         try:
-            return speculate(*call, streamer, dict(model_kwargs), drafter, pace_of(model, drafter))
+            pace = drafter.pace(len(input_ids))
+            return speculate(*call, streamer, dict(model_kwargs), drafter.drafter, pace)
         except DraftsUnsuited as error:
             reason = str(error)
             cache.crop(before - cache.get_seq_length())

@@ -69,7 +69,7 @@ class Medusa:
             ValueError: no heads are there, or they don't fit the model.
         """
         heads = MedusaHeads.from_pretrained(self.path, model)
-        return MedusaDrafter(model, heads, self._shape(heads), self.adaptive)
+        return MedusaDrafter(model, heads, self._shape(heads), self)
 
     def _shape(self, heads: MedusaHeads) -> TokenTree:
         paths: Sequence[Sequence[int]]
@@ -92,13 +92,15 @@ class MedusaDrafter:
         model: whose heads they are.
         heads: in the model's dtype, on its device.
         tree: what is made of their guesses.
+        asked: for.
     """
 
     name = "Medusa"
     reads_hidden = True
 
-    def __init__(self, model: Any, heads: MedusaHeads, tree: TokenTree, adaptive: bool) -> None:
-        self.tree, self.adaptive = tree, adaptive
+    def __init__(self, model: Any, heads: MedusaHeads, tree: TokenTree, asked: Medusa) -> None:
+        self.tree, self.adaptive = tree, asked.adaptive
+        self._asked = asked
         self.sizes = (tree.max_depth,)
         self._heads = heads
         self._project = output_projection(model)
@@ -112,7 +114,7 @@ class MedusaDrafter:
 
     def serves(self, speculation: Any) -> bool:
         """Heads are read once for a model."""
-        return True
+        return vars(speculation) == vars(self._asked)
 
     def begin(self, context: DraftContext) -> _Session:
         """Reads the prompt's last hidden states."""

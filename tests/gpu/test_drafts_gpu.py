@@ -53,7 +53,7 @@ def drafts(model, speculation, expected, batch, **options):
     handle = handle_of(model)
     assert not handle.stepped_aside, handle.stepped_aside
     assert used_blocks(model) == 0
-    return next(iter(handle.drafters.values()))[1].stats()
+    return next(iter(handle.drafters.values())).stats()
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -162,7 +162,7 @@ def tree_of(name: str) -> TokenTree:
 
 def stats(model: Any) -> PaceStats:
     """What the drafts of a model that has one drafter have come to."""
-    [(_, pace)] = handle_of(model).drafters.values()
+    [pace] = handle_of(model).drafters.values()
     return pace.stats()
 
 
@@ -193,7 +193,7 @@ def assert_drafted(model: Any, needs_drafts: bool = True) -> None:
     """There were drafts, nothing stepped aside, and no block is held."""
     assert not stepped_aside(model)
     drafters = handle_of(model).drafters.values()
-    assert drafters and (not needs_drafts or any(pace.stats().rounds for _, pace in drafters))
+    assert drafters and (not needs_drafts or any(pace.stats().rounds for pace in drafters))
     assert used_blocks(model) == 0
     assert_pool_accounts(model)
 

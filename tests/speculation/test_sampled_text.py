@@ -18,7 +18,7 @@ from hf_turbo.generation.prompt_lookup import PromptLookup
 VOCABULARY = 8
 SMALL = dict(vocab_size=VOCABULARY, num_hidden_layers=1, pad_token_id=None, bos_token_id=None)
 PROMPT = prompt(1, 6) % VOCABULARY
-NUM_TEXTS = 1500
+NUM_TEXTS = 1000
 #: Filters, as `generate` takes them.
 FILTERS = {
     "cold": dict(temperature=0.3),

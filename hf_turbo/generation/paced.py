@@ -1,0 +1,69 @@
+"""A patched model's drafters, each with its pace for each number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from ..modeling.step_graph import bucket_of
+from .draft_model import DraftModelDrafter
+from .drafts import MAX_DRAFTED, Drafter, Speculation
+from .pace import Pace, PaceStats
+
+
+class Steady(Pace):
+    """Always the largest draft."""
+
+    def choose(self) -> int:
+        return self._sizes[-1]
+
+    def stats(self) -> PaceStats:
+        return replace(super().stats(), is_on=True)
+
+
+class Paced:
+    """A drafter, and how much it is asked for: what pays for one row may not for eight."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._paces: dict[int | None, Pace] = {}
+
+    def pace(self, num_rows: int) -> Pace:
+        """The pace for so many rows."""
+        kind = Pace if self.drafter.adaptive else Steady
+        return self._paces.setdefault(bucket_of(num_rows), kind(self.drafter.sizes))
+
+    def stats(self) -> PaceStats:
+        """Of all numbers of rows together; on where one of them is."""
+        each = [pace.stats() for pace in self._paces.values()]
+        names = [f.name for f in fields(PaceStats) if f.name != "is_on"]
+        sums = {name: sum(getattr(stats, name) for stats in each) for name in names}
+        return PaceStats(**sums, is_on=not each or any(stats.is_on for stats in each))
+
+
+def paced(model: Any, speculation: Speculation) -> Paced:
+    """A patched model's drafter of this kind, the same again for one that is asked for again.
+
+    Raises:
+        ValueError: it does not fit the model.
+    """
+    handle = model._hf_turbo
+    known = handle.drafters.get(repr(speculation))
+    if known is None or not known.drafter.serves(speculation):
+        drafter = speculation.attach(model)
+        longest, most = drafter.sizes[-1], most_drafted(model)
+        if longest > most:
+            raise ValueError(
+                f"{speculation!r} drafts {longest} tokens in a row; with kv_cache_dtype a block must hold them and one "
+                f"more: draft {most} at most, or patch with a larger block_size"
+            )
+        if isinstance(drafter, DraftModelDrafter):
+            drafter.borrow = handle.borrow
+        known = handle.drafters[repr(speculation)] = Paced(drafter)
+    return known
+
+
+def most_drafted(model: Any) -> int:
+    """Tokens that can be drafted in a row for a patched model."""
+    pool = model._hf_turbo.pool
+    return MAX_DRAFTED if pool.kv_cache_dtype is None else min(MAX_DRAFTED, pool.block_size - 1)
