@@ -30,8 +30,8 @@ from hf_turbo.bench.rows import device_name, versions
 from hf_turbo.cache.token_tree import TokenTree
 from hf_turbo.generation.drafts import Draft, DraftContext
 from hf_turbo.generation.medusa import Medusa
-from hf_turbo.generation.prompt_lookup import PromptLookup
 from hf_turbo.generation.paced import paced
+from hf_turbo.generation.prompt_lookup import PromptLookup
 from hf_turbo.patching import handle_of, patch
 
 
@@ -67,7 +67,6 @@ class SpeculationRow:
 class Useless:
     """Guesses on the device that are never right, as a tree or a chain of random tokens."""
 
-    name = "useless"
     reads_hidden = False
 
     def __init__(self, tree: TokenTree, vocabulary: int, adaptive: bool) -> None:
@@ -82,6 +81,8 @@ class Useless:
 
     def serves(self, speculation: Any) -> bool:
         return True
+
+    def release(self) -> None: ...
 
     def tree_of(self, size: int) -> TokenTree:
         return self.tree
@@ -150,8 +151,8 @@ def use(model: Any, speculation: Any | None) -> None:
 def trees(sizes: Sequence[int]) -> Iterator[tuple[int, TokenTree]]:
     """A chain for each size up to 16, then trees four levels deep."""
     for size in sizes:
-        chain = TokenTree.chain(size - 1)
-        yield size, chain if size <= 16 else TokenTree(tuple(-1 if i == 0 else max((i - 1) // 4, 0) for i in range(size)))
+        chain = TokenTree.chain(min(size, 16) - 1)
+        yield size, chain if size <= 16 else TokenTree((-1, *(i // 4 for i in range(size - 1))))
 
 
 def rounds(args: argparse.Namespace) -> Iterator[SpeculationRow]:
@@ -183,7 +184,7 @@ def rounds(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     text = [[0] * args.new for _ in range(args.batch)]
     use(model, Forced(text, 4, 0.0, vocabulary))
     text = timed(model, inputs, args.new)[1].tolist()
-    use(model, forced := Forced(text, 4, 0.8, vocabulary))
+    use(model, Forced(text, 4, 0.8, vocabulary))
     seconds = per_token(call, args.new, 32, args.repeats)
     stats = handle_of(model).speculation.stats()
     bound = stats.tokens_per_step
@@ -227,7 +228,8 @@ def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     variants: dict[str, Any] = {"plain": None, "prompt lookup": PromptLookup()}
     if args.medusa:
         variants |= {f"medusa{n}": Medusa(args.medusa, num_nodes=n) for n in args.nodes}
-    variants["useless"] = Useless(TokenTree.of_paths([[0], [1], [0, 0], [0, 1]]), model.config.vocab_size, adaptive=True)
+    useless = TokenTree.of_paths([[0], [1], [0, 0], [0, 1]])
+    variants["useless"] = Useless(useless, model.config.vocab_size, adaptive=True)
     groups = list(batches(args, tokenizer))
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     rounds_of: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])

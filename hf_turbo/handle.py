@@ -55,7 +55,7 @@ class PatchHandle:
         #: Whether drafts have been verified with this model, and why they can't be; None where that is not known.
         self.drafts_work = False
         self.no_drafts: str | None = None
-        #: Patches another model for the length of a `with` block.
+        #: Makes a context in which another model is patched; see `patching.Borrowed`.
         self.borrow: Any = None
         #: Whether long prompts go through the fused forward: not where that has failed.
         self.fuses_prompts = config.fused_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ def patch(model: Model, config: TurboConfig | None = None, **options: Any) -> Mo
         unpatch(target)
     register()
     handle = PatchHandle(turbo_config, target.device.type)
-    handle.borrow = _borrowed
+    handle.borrow = Borrowed
     if reason := why_not(target):
         handle.model_reason = reason
         handle.step_aside(reason)
@@ -102,21 +103,77 @@ def patched(model: Model, config: TurboConfig | None = None, **options: Any) -> 
             patch(model, before)
 
 
-@contextmanager
-def _borrowed(model: Any) -> Iterator[Any]:
-    """A model that is not the user's to see patched: patched within the block, unless it was before."""
-    if is_patched(model):
-        yield model
-    else:
-        with patched(model):
-            yield model
+class Borrowed:
+    """A model of the user's that another one needs patched: within a `with` block, and as it was outside of it.
+
+    What was captured of it is kept between the blocks. Blocks may nest, also in several threads.
+
+    Args:
+        model: nothing is done to one that is patched already.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._num_users = 0
+        self._handle: PatchHandle | None = None  # while nobody uses it
+        self._own: list[tuple[nn.Module, str, Any]] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Any:
+        with self._lock:
+            if self._num_users or not is_patched(self._model):
+                if not self._num_users:
+                    self._patch()
+                self._num_users += 1
+        return self._model
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            if self._num_users:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._put_back()
+
+    def release(self) -> None:
+        """Gives back the memory of its cache blocks and captured steps."""
+        handle = self._handle
+        if handle is not None:
+            handle.steps.drop()
+            handle.pool.release()
+
+    def _patch(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is None or any(vars(original) != before for original, _, before in handle.configs):
+            patch(self._model)
+            return
+        for module, name, value in self._own:
+            setattr(module, name, value)
+        self._model.__dict__[_HANDLE] = handle
+        cls: Any = type(self._model)
+        self._model.__class__ = patched_class(cls)
+
+    def _put_back(self) -> None:
+        handle = handle_of(self._model)
+        if handle.model_reason or handle.taken_over.layers or not handle.attention_is_ours():
+            unpatch(self._model)
+            return
+        self._own = [(module, name, getattr(module, name)) for module, name, _ in handle.undo]
+        del self._model.__dict__[_HANDLE]
+        self._model.__class__ = original_class(self._model)
+        _undo(self._model, handle)
+        self._handle = handle
 
 
 def release(model: nn.Module) -> None:
-    """Gives back the memory of a patched model's cache blocks that nothing holds, and of its captured steps."""
+    """Gives back the memory of a patched model's cache blocks that nothing holds, and of its captured steps.
+
+    Those of a draft model, too, that is patched only while it drafts.
+    """
     handle = handle_of(model)
     handle.steps.drop()
     handle.pool.release()
+    for known in handle.drafters.values():
+        known.drafter.release()
 
 
 def paged_cache(model: nn.Module) -> PagedCache:

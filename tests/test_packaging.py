@@ -36,9 +36,10 @@ MAX_LINES = 450
 KERNELS = {
     PACKAGE / "ops" / f"{name}.py"
     for name in (
-        "activation", "argmax", "copy_blocks", "int4_kernels", "int4_linear", "int4_rows", "int4_tiles",
-        "kv_code_kernels", "kv_code_numbers", "linear_kernels", "merge_splits", "move_kv", "norm", "paged_attention",
-        "permute_columns", "quantize_kv", "quantized_attention", "quantized_tiles", "rotary", "rotate", "store_kv",
+        "accept_drafts", "activation", "argmax", "copy_blocks", "int4_kernels", "int4_linear", "int4_rows",
+        "int4_tiles", "kv_code_kernels", "kv_code_numbers", "linear_kernels", "merge_splits", "move_kv", "norm",
+        "paged_attention", "permute_columns", "quantize_kv", "quantized_attention", "quantized_tiles", "rotary",
+        "rotate", "store_kv", "top_ranks",
     )
 }  # fmt: skip
 
@@ -139,4 +140,4 @@ def test_import_is_quick(after_import):
 def test_public_names_exist():
     assert hf_turbo.__all__ == sorted(hf_turbo.__all__)
     assert all(hasattr(hf_turbo, name) for name in hf_turbo.__all__)
-    assert len(hf_turbo.__all__) <= 15
+    assert len(hf_turbo.__all__) <= 20

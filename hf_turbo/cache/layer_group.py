@@ -103,7 +103,7 @@ class LayerGroup:
         old_lens = self.layout.lengths(start)
         new_lens = [length + num_nodes for length in old_lens]
         self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start), reach=reach))
-        self.table.group.stored_tokens += len(new_lens)
+        self.table.group.stored_tokens += 0 if self.layout.tree else len(new_lens)
 
     def keep(self, lengths: Sequence[int], num_columns: int, may_shrink: bool) -> None:
         """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already.

@@ -311,6 +311,7 @@ class PagedCache(Cache):
     def note_lengths(self, lengths: Sequence[int]) -> None:
         """Takes in how many tokens rows have come to while another forward is under way; `keep` comes after the last.
         """
+        self._count(lengths)
         self._set_length(self.layout.set_lengths(lengths))
 
     def keep(self, lengths: Sequence[int], may_shrink: bool = False) -> None:
@@ -322,10 +323,18 @@ class PagedCache(Cache):
         Args:
             may_shrink: a later call may make rows shorter: a past that is recorded stays.
         """
+        self._count(lengths)
         num_columns = self.layout.set_lengths(lengths)
         for group in self.groups.values():
             group.keep(lengths, num_columns, may_shrink)
         self._set_length(num_columns)
+
+    def _count(self, lengths: Sequence[int]) -> None:
+        """Adds up drafted tokens that stay."""
+        before = self.layout.lengths(self.get_seq_length())
+        num_new = sum(max(new - old, 0) for new, old in zip(lengths, before, strict=True))
+        for group in self.groups.values():
+            group.table.group.stored_tokens += num_new
 
     def finish_step(self, length: int) -> None:
         """Counts the columns that a captured step has stored, or takes back what a failed forward has counted."""

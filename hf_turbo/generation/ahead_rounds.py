@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,9 +48,8 @@ class GreedyFollower:
         """
         num_nodes = self._tree.num_nodes
         tokens = graph.tensors["input_ids"].view(-1, num_nodes)
-        if graph.output is None:
-            raise RuntimeError("the step has not been captured")
-        chosen = argmax(graph.output.logits.flatten(0, 1)).view(tokens.shape)
+        output: Any = graph.output
+        chosen = argmax(output.logits.flatten(0, 1)).view(tokens.shape)
         accepted = accept_greedy(self._tree, tokens, chosen)
         bases = graph.seq_lens - num_nodes
         if not self._tree.is_chain:

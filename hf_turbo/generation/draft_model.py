@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,9 +20,6 @@ from .tree_steps import TreeSteps
 #: Vocabularies that differ by no more are taken for one with different padding.
 MAX_PADDING = 1024
 
-#: Makes a model a patched one for the length of a `with` block, unless it is one already.
-Borrow = Callable[[Any], AbstractContextManager[Any]]
-
 
 class DraftModel:
     """A smaller model with the same tokenizer proposes a chain of tokens.
@@ -31,8 +28,8 @@ class DraftModel:
     accepted by rejection sampling, so that the text's distribution is the large model's (arXiv:2211.17192).
 
     Args:
-        model: a Transformers decoder. While it drafts it is patched; a model that is patched for good keeps its
-            captured steps.
+        model: a Transformers decoder. Patched while it drafts, and
+            as it was in between.
         num_tokens: drafted at most, 1 to 63.
         adaptive: fewer tokens, or none, where few are accepted.
 
@@ -56,8 +53,8 @@ class DraftModel:
         sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (model, self.model)]
         if abs(sizes[0] - sizes[1]) > MAX_PADDING:
             raise ValueError(
-                f"the draft model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: they need the same "
-                "tokenizer. With another one pass assistant_model, tokenizer and assistant_tokenizer to generate()"
+                f"the draft model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: they need the "
+                "same tokenizer. With another one pass assistant_model, tokenizer and assistant_tokenizer to generate()"
             )
         return DraftModelDrafter(self.model, self.num_tokens, self.adaptive)
 
@@ -65,14 +62,13 @@ class DraftModel:
 class DraftModelDrafter:
     """A draft model whose vocabulary fits."""
 
-    name = "draft model"
     reads_hidden = False
 
     def __init__(self, model: Any, num_tokens: int, adaptive: bool) -> None:
         self.model, self.adaptive = model, adaptive
         self.sizes = chain_sizes(num_tokens, adaptive)
-        #: Set by who can patch models.
-        self.borrow: Borrow | None = None
+        #: A context in which the model is patched; set by who can patch models.
+        self.borrowed: Any = None
 
     def tree_of(self, size: int) -> TokenTree:
         """A chain."""
@@ -81,6 +77,11 @@ class DraftModelDrafter:
     def serves(self, speculation: Any) -> bool:
         """Whether it is what such a `DraftModel` asks for."""
         return speculation.model is self.model
+
+    def release(self) -> None:
+        """Gives back what the draft model holds, where it is patched only while it drafts."""
+        if self.borrowed is not None:
+            self.borrowed.release()
 
     def begin(self, context: DraftContext) -> _Session:
         """Computes the prompts.
@@ -91,8 +92,8 @@ class DraftModelDrafter:
         if context.texts.num_prompt == 0:
             raise DraftsUnsuited("a draft model reads tokens, and the prompt has none")
         with ExitStack() as stack:
-            if self.borrow is not None:
-                stack.enter_context(self.borrow(self.model))
+            if self.borrowed is not None:
+                stack.enter_context(self.borrowed)
             handle = self.model._hf_turbo
             if handle.model_reason:
                 raise DraftsUnsuited(f"hf_turbo steps aside for the draft model: {handle.model_reason}")

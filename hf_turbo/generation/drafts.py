@@ -28,12 +28,15 @@ class Draft:
         tokens: int64 `[rows, nodes]`; the root is the row's last token, -1 stands where nothing is proposed.
         num_drafted: tokens that are proposed, over all rows.
         probabilities: fp32 `[rows, nodes, vocabulary]`: what each node's children were drawn from, if they were drawn.
+        typical: accept what is typical of the model where tokens are sampled, with this threshold and this factor; see
+            `accept_typical`. The text's distribution is no longer the model's. None: exactly.
     """
 
     tree: TokenTree
     tokens: torch.Tensor
     num_drafted: int
     probabilities: torch.Tensor | None = None
+    typical: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,28 +65,33 @@ class DraftContext:
 class Guesses(Protocol):
     """Drafts that are computed on the device from what the model's head was given."""
 
-    tree: TokenTree
+    @property
+    def tree(self) -> TokenTree:
+        """Their shape."""
 
     def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
         """Tokens of the tree, int64 `[rows, nodes]`, after the rows' newest tokens, int64 `[rows]`.
 
         Args:
-            hidden: `[rows, hidden_size]`, what the newest tokens were chosen by; None where the drafter does not read it.
+            hidden: `[rows, hidden_size]`, what the newest tokens were chosen by; None where the drafter does not
+                read it.
         """
 
 
 class DraftSession(Protocol):
-    """A drafter at work on the rows of one call.
+    """A drafter at work on the rows of one call."""
 
-    Attributes:
-        guesses: how drafts are made on the device, if they are.
-        foresees: can propose what follows tokens that are not known yet.
-        is_stale: it has to `learn` before it can propose.
-    """
+    @property
+    def guesses(self) -> Guesses | None:
+        """How drafts are made on the device, if they are."""
 
-    guesses: Guesses | None
-    foresees: bool
-    is_stale: bool
+    @property
+    def foresees(self) -> bool:
+        """Whether it can propose what follows tokens that are not known yet."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it has to `learn` before it can propose."""
 
     def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
         """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose.
@@ -106,25 +114,28 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """What proposes tokens for one model.
+    """What proposes tokens for one model."""
 
-    Attributes:
-        name: for `report()`.
-        sizes: the lengths that its drafts may have (of trees, their depths), ascending.
-        adaptive: how much is drafted follows what is accepted; otherwise it is always the largest size.
-        reads_hidden: it needs what the model's head is given.
-    """
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths that its drafts may have (of trees, their depths), ascending."""
 
-    name: str
-    sizes: tuple[int, ...]
-    adaptive: bool
-    reads_hidden: bool
+    @property
+    def adaptive(self) -> bool:
+        """Whether how much is drafted follows what is accepted; otherwise it is always the largest size."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it needs what the model's head is given."""
 
     def tree_of(self, size: int) -> TokenTree:
         """The shape of a draft of this size."""
 
     def serves(self, speculation: Any) -> bool:
         """Whether it is what a `Speculation` asks for that prints the same."""
+
+    def release(self) -> None:
+        """Gives back the memory that is held between calls."""
 
     def begin(self, context: DraftContext) -> DraftSession:
         """A session for the rows of a call.

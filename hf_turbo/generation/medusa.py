@@ -31,6 +31,10 @@ class Medusa:
         tree: paths of ranks, as Medusa publishes its trees (`medusa_choices`), or the name of one of those, in place
             of that. What asks for more heads or ranks than there are is left out.
         adaptive: none are drafted where they don't pay.
+        typical: where tokens are sampled, accept guesses that are typical of the model (the paper's section 2.3.1):
+            the probability that is always enough, and the factor of exp(-entropy) that is enough where many tokens are
+            likely; (0.09, 0.3) in the paper. More is accepted, and the text's distribution is not the model's any more.
+            Not with processors that read the text, such as a repetition penalty. None: exactly.
 
     Raises:
         ValueError: an argument is not allowed.
@@ -42,7 +46,10 @@ class Medusa:
         num_nodes: int = _NUM_NODES,
         tree: Sequence[Sequence[int]] | str | None = None,
         adaptive: bool = True,
+        typical: tuple[float, float] | None = None,
     ) -> None:
+        if typical is not None and (len(typical) != 2 or not all(0 < x <= 1 for x in typical)):
+            raise ValueError(f"typical={typical!r}: a threshold and a factor, both above 0 and at most 1")
         if not isinstance(num_nodes, int) or not 2 <= num_nodes <= MAX_NODES:
             raise ValueError(f"num_nodes={num_nodes!r}: a tree has 2 to {MAX_NODES} nodes, the root included")
         if isinstance(tree, str):
@@ -52,6 +59,7 @@ class Medusa:
         if tree is not None:
             TokenTree.of_paths(tree)
         self.path, self.num_nodes, self.tree, self.adaptive = path, num_nodes, tree, adaptive
+        self.typical = typical
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Medusa:
@@ -60,7 +68,8 @@ class Medusa:
 
     def __repr__(self) -> str:
         shape = f"num_nodes={self.num_nodes}" if self.tree is None else f"tree of {len(self.tree)} paths"
-        return f"Medusa({str(self.path)!r}, {shape}, adaptive={self.adaptive})"
+        typical = "" if self.typical is None else f", typical={self.typical}"
+        return f"Medusa({str(self.path)!r}, {shape}, adaptive={self.adaptive}{typical})"
 
     def attach(self, model: Any) -> MedusaDrafter:
         """Reads the heads for a model.
@@ -95,11 +104,10 @@ class MedusaDrafter:
         asked: for.
     """
 
-    name = "Medusa"
     reads_hidden = True
 
     def __init__(self, model: Any, heads: MedusaHeads, tree: TokenTree, asked: Medusa) -> None:
-        self.tree, self.adaptive = tree, asked.adaptive
+        self.tree, self.adaptive, self.typical = tree, asked.adaptive, asked.typical
         self._asked = asked
         self.sizes = (tree.max_depth,)
         self._heads = heads
@@ -115,6 +123,9 @@ class MedusaDrafter:
     def serves(self, speculation: Any) -> bool:
         """Heads are read once for a model."""
         return vars(speculation) == vars(self._asked)
+
+    def release(self) -> None:
+        """Nothing is held."""
 
     def begin(self, context: DraftContext) -> _Session:
         """Reads the prompt's last hidden states."""
@@ -152,7 +163,8 @@ class _Session:
 
     def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
         tokens = self.guesses.guess(self._hidden, texts.last)
-        return Draft(self.guesses.tree, tokens, self.guesses.tree.max_depth * texts.num_rows)
+        tree = self.guesses.tree
+        return Draft(tree, tokens, tree.max_depth * texts.num_rows, typical=self.guesses.typical)
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         hidden = self._watch.take()

@@ -9,7 +9,7 @@ import torch
 
 from ..cache.token_tree import TokenTree
 from ..ops.dispatch import argmax
-from .acceptance import Accepted, accept_by_rejection, accept_greedy, accept_matching
+from .acceptance import Accepted, accept_by_rejection, accept_greedy, accept_matching, accept_typical
 from .choice import DeviceRandom
 from .drafts import Draft
 from .texts import Texts
@@ -71,10 +71,23 @@ class NodeChoice:
         if self._random is not None:
             self._random.start()
         if draft.probabilities is not None:
-            accepted = self._reject(tree, draft.probabilities, tokens, logits)
-            self._texts.write(0, accepted.tokens)
-            return accepted
-        return self._walk(tree, tokens, logits)
+            scores, last = self._scores(logits)
+            accepted = accept_by_rejection(tree, tokens, torch.softmax(scores, dim=-1), draft.probabilities)
+        elif draft.typical is not None and self._samples and self._texts.reads_no_text:
+            scores, last = self._scores(logits)
+            accepted = accept_typical(tree, tokens, scores, *draft.typical, 1.0)  # scores have been divided already
+        else:
+            return self._walk(tree, tokens, logits)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        for nodes in accepted.path.unbind(1) if self._kept else ():
+            self._keep(scores[rows, nodes], last[rows, nodes])
+        self._texts.write(0, accepted.tokens)
+        return accepted
+
+    def _scores(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the processors make of all nodes' logits, and these, fp32 `[rows, nodes, vocabulary]`."""
+        last = logits.float()
+        return self._texts.process_nodes(last), last
 
     def take(self, counts: Sequence[int]) -> None:
         """Keeps what was asked for of each row's first so many tokens of the last round."""
@@ -127,17 +140,6 @@ class NodeChoice:
             return bool(ended.all().item()) or (self._ends is not None and self._ends(int(newest.item()), length))
 
         return accept_matching(tree, tokens, choose, all_ended if self._waits else None)
-
-    def _reject(
-        self, tree: TokenTree, drawn_from: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor
-    ) -> Accepted:
-        last = logits.float()
-        scores = self._texts.process_nodes(last)
-        accepted = accept_by_rejection(tree, tokens, torch.softmax(scores, dim=-1), drawn_from)
-        rows = torch.arange(len(tokens), device=tokens.device)
-        for nodes in accepted.path.unbind(1) if self._kept else ():
-            self._keep(scores[rows, nodes], last[rows, nodes])
-        return accepted
 
     def _keep(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         for kind, x in (("scores", scores), ("logits", logits)):

@@ -58,7 +58,7 @@ def paced(model: Any, speculation: Speculation) -> Paced:
                 f"more: draft {most} at most, or patch with a larger block_size"
             )
         if isinstance(drafter, DraftModelDrafter):
-            drafter.borrow = handle.borrow
+            drafter.borrowed = handle.borrow(drafter.model)
         known = handle.drafters[repr(speculation)] = Paced(drafter)
     return known
 

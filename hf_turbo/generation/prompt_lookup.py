@@ -30,7 +30,6 @@ class PromptLookup:
         ValueError: a number is not allowed.
     """
 
-    name = "prompt lookup"
     reads_hidden = False
 
     def __init__(self, num_tokens: int = 15, min_match: int = 2, adaptive: bool = True) -> None:
@@ -53,6 +52,9 @@ class PromptLookup:
     def serves(self, speculation: Any) -> bool:
         """All of the same numbers do."""
         return True
+
+    def release(self) -> None:
+        """Nothing is held."""
 
     def begin(self, context: DraftContext) -> _Session:
         """Reads the prompts, left padding left out."""

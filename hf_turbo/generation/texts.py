@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
@@ -27,7 +28,7 @@ class Texts:
         #: Columns of the prompts, and the new tokens of each row, on the host.
         self.num_prompt = input_ids.shape[1]
         self.new: list[list[int]] = [[] for _ in range(len(input_ids))]
-        self._processors = processors
+        self._processors: Any = processors
         self._kinds = ProcessorKinds.of(processors)
         self._buffer = input_ids.new_zeros(len(input_ids), self.num_prompt + _SPARE)
         self._buffer[:, : self.num_prompt] = input_ids
@@ -42,6 +43,11 @@ class Texts:
     def lengths(self) -> list[int]:
         """Columns of each row."""
         return [self.num_prompt + len(row) for row in self.new]
+
+    @property
+    def reads_no_text(self) -> bool:
+        """Whether what the processors answer depends on the logits alone."""
+        return self._kinds.read_no_text
 
     @property
     def last(self) -> torch.Tensor:
@@ -104,7 +110,10 @@ class Texts:
         return torch.cat(by_row)
 
     def process_nodes(self, logits: torch.Tensor) -> torch.Tensor:
-        """The same for a chain of drafted tokens that are written: fp32 `[rows, nodes, vocabulary]`."""
+        """The same for all nodes of a draft, fp32 `[rows, nodes, vocabulary]`.
+
+        Where the processors read the text it must be a chain, and its tokens must have been written.
+        """
         if self._kinds.read_no_text:
             return self.process(logits.flatten(0, 1)).view_as(logits)
         return torch.stack([self.process(logits[:, node], node) for node in range(logits.shape[1])], dim=1)

@@ -140,7 +140,8 @@ def attention(
             return attention(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
     unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
-    if layer is not None and layer.group.layout.tree is not None and not (unchanged and plan is not None and plan.is_tree):
+    verifies = layer is not None and layer.group.layout.tree is not None
+    if verifies and (plan is None or not plan.is_tree or not unchanged):
         raise DraftsUnsuited("a mask is not the causal one, or a layer attends to something else than what it caches")
     if plan is not None and not unchanged:
         # What is in the cache is not what this layer attends to. In a first prompt it still has all it needs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def record(
-    function: Callable[[], Result], device: torch.device, pool: object, stream: torch.cuda.Stream
+    function: Callable[[], Result], device: torch.device, pool: Any, stream: torch.cuda.Stream
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """What a function launches on a device, as a graph, and what it returns: tensors that each replay fills anew.
 

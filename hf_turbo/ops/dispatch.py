@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from . import cpu_int4, reference, reference_int4, reference_kv, reference_layers, reference_linear
+from . import cpu_int4, reference, reference_drafts, reference_int4, reference_kv, reference_layers, reference_linear
 from .int4_config import MAX_STREAM_ROWS
 from .metadata import AttentionMetadata, LayerKV, QuantizedKV
 from .packed_weight import PackedWeight
 
 __all__ = [
+    "accept_drafts",
     "argmax",
     "code_addresses",
     "dequantize_blocks",
@@ -37,6 +38,7 @@ __all__ = [
     "serves_linear",
     "store_kv",
     "token_addresses",
+    "top_ranks",
     "uses_triton",
 ]
 
@@ -153,6 +155,18 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     if uses_triton(x.device) and x.stride(-1) == 1 and x.dtype != torch.float64:
         return _kernels("argmax").argmax(x)
     return torch.argmax(x, dim=-1)
+
+
+def accept_drafts(tokens: torch.Tensor, *args: torch.Tensor) -> reference_drafts.Verdict:
+    """Which tokens of a verified draft are kept; see `reference_drafts.accept_drafts`."""
+    module = _kernels("accept_drafts") if uses_triton(tokens.device) else reference_drafts
+    return module.accept_drafts(tokens, *args)
+
+
+def top_ranks(x: torch.Tensor, num: int) -> torch.Tensor:
+    """The columns of each row's `num` largest, in order; see `reference_drafts.top_ranks`."""
+    module = _kernels("top_ranks") if uses_triton(x.device) else reference_drafts
+    return module.top_ranks(x, num)
 
 
 def rotate(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

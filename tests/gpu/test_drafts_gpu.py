@@ -1,5 +1,7 @@
 """Drafted text by captured steps: the text of the unpatched model, in fp32."""
 
+import itertools
+
 import pytest
 import torch
 from graph_cases import BATCH, GPU, on_gpu, patched_model, stock_model
@@ -16,7 +18,7 @@ pytestmark = GPU
 NEW = 64
 TREES = {
     "chain": [[0], [0, 0], [0, 0, 0]],
-    "2x2x2": [[*path] for n in (1, 2, 3) for path in torch.cartesian_prod(*[torch.arange(2)] * n).reshape(-1, n).tolist()],
+    "2x2x2": [[*path] for n in (1, 2, 3) for path in itertools.product(range(2), repeat=n)],
     "63 nodes": "mc_sim_7b_63",
 }
 
@@ -96,7 +98,8 @@ def test_over_codes(kind, heads):
     for batch in batches():
         model = hf_turbo.patch(stock_model("llama"), kv_cache_dtype=kind, block_size=32)
         expected = new_text(model, batch, NEW)
-        model = hf_turbo.patch(model, kv_cache_dtype=kind, block_size=32, speculation=Medusa(heads(stock), adaptive=False))
+        speculation = Medusa(heads(stock), adaptive=False)
+        model = hf_turbo.patch(model, kv_cache_dtype=kind, block_size=32, speculation=speculation)
         assert torch.equal(new_text(model, batch, NEW), expected)
 
 
@@ -107,7 +110,8 @@ def test_an_end_within_a_draft(heads):
     for place in (3, 4, 5, 30):
         eos = int(plain[1, place])
         expected = new_text(stock, batch, NEW, eos_token_id=eos, pad_token_id=0)
-        for speculation in (PromptLookup(7, 1, False), Medusa(heads(stock), adaptive=False), DraftModel(stock, 5, False)):
+        medusa = Medusa(heads(stock), adaptive=False)
+        for speculation in (PromptLookup(7, 1, False), medusa, DraftModel(stock, 5, False)):
             hf_turbo.patch(model, block_size=16, speculation=speculation)
             got = model.generate(**batch, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0)
             assert torch.equal(got[:, batch["input_ids"].shape[1] :], expected)
@@ -142,7 +146,7 @@ def test_verification_is_captured(heads):
 @pytest.mark.parametrize("name", ["llama"])
 def test_heads_of_a_quantized_model(name, heads):
     model = stock_model(name)
-    hf_turbo.quantize(model)
+    hf_turbo.quantize(model, group_size=16)
     batch = batches()[1]
     expected = new_text(hf_turbo.patch(model, block_size=16), batch, NEW)
     hf_turbo.patch(model, block_size=16, speculation=Medusa(heads(model), adaptive=False))

@@ -1,0 +1,132 @@
+"""What follows a verified draft, in plain torch: the oracle of the kernels' tests, and what a CPU runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+#: Nodes of a tree of which the kernel sees at once which agree: one bit each.
+MAX_NODES = 64
+#: The most columns of a row that `top_ranks` finds.
+MAX_RANKS = 16
+
+
+class Verdict(NamedTuple):
+    """What a verified draft adds to each of B rows; N nodes, D the tree's greatest depth."""
+
+    #: int64 `[B, D + 2]`: the accepted tokens, at their number the model's own next token, -1 beyond, and in the last
+    #: column the number of accepted tokens.
+    outcome: torch.Tensor
+    #: int32 `[B, D + 1]`: the accepted node at each depth, beginning with the root; k beyond.
+    path: torch.Tensor
+    #: int32 `[B]`: nodes that stay in the cache: the accepted tokens and the root.
+    counts: torch.Tensor
+    #: int64 `[B]`: the last accepted node; 0, the root, where no token is accepted.
+    last: torch.Tensor
+    #: int64 `[B]`: the model's own next token, the next draft's root.
+    roots: torch.Tensor
+    #: int64 `[B]`: tokens that stay in the cache.
+    lengths: torch.Tensor
+
+
+def accept_drafts(
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    seq_lens: torch.Tensor,
+    parents: torch.Tensor,
+    ancestors: torch.Tensor,
+    paths: torch.Tensor,
+    depths: torch.Tensor,
+    preference: torch.Tensor,
+) -> Verdict:
+    """Keeps the longest path of a drafted tree on which each token is what the model chose at its parent.
+
+    Args:
+        tokens: of the nodes, int64 `[B, N]`; the root's is not compared.
+        chosen: the model's token after each node, int64 `[B, N]`.
+        seq_lens: tokens in the cache, all nodes included, int32 `[B]`.
+        parents: of each node, int64 `[N]`; the root is its own.
+        ancestors: the node at each depth on the way to each node, int64 `[N, D + 1]`; the root beyond.
+        paths: the same, but k beyond.
+        depths: of each node, int64 `[N]`.
+        preference: int64 `[N]`, positive and all different: of the nodes to which all agrees, that of the highest is
+            the last.
+
+    Raises:
+        ValueError: for other shapes or dtypes, a tensor that is not contiguous, or more than 64 nodes.
+    """
+    check_drafts(tokens, chosen, seq_lens, parents, ancestors, paths, depths, preference)
+    agrees = tokens == chosen[:, parents]
+    agrees[:, 0] = True
+    reached = agrees[:, ancestors].all(dim=-1)
+    last = torch.where(reached, preference, 0).argmax(dim=1)
+    path, accepted, roots = paths[last], depths[last].unsqueeze(1), chosen.gather(1, last.unsqueeze(1))
+    outcome = torch.cat([tokens.gather(1, path[:, 1:]), roots, accepted], dim=1)
+    column = torch.arange(path.shape[1], device=path.device)
+    outcome[:, :-1].masked_fill_(column > accepted, -1)
+    outcome.scatter_(1, accepted, roots)
+    counts = accepted[:, 0] + 1
+    return Verdict(
+        outcome, path.to(torch.int32), counts.to(torch.int32), last, roots[:, 0], seq_lens - tokens.shape[1] + counts
+    )
+
+
+def check_drafts(
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    seq_lens: torch.Tensor,
+    parents: torch.Tensor,
+    ancestors: torch.Tensor,
+    paths: torch.Tensor,
+    depths: torch.Tensor,
+    preference: torch.Tensor,
+) -> None:
+    """Refuses what `accept_drafts` does not take."""
+    if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= MAX_NODES:
+        raise ValueError(f"tokens must be [rows, nodes] of 1 to {MAX_NODES} nodes, got {list(tokens.shape)}")
+    if paths.dim() != 2 or not 1 <= paths.shape[1] <= tokens.shape[1]:
+        raise ValueError(f"paths must be [{tokens.shape[1]}, 1 to {tokens.shape[1]} steps], got {list(paths.shape)}")
+    rows, num_nodes = tokens.shape
+    wanted = {
+        "tokens": (tokens, (rows, num_nodes), torch.int64),
+        "chosen": (chosen, (rows, num_nodes), torch.int64),
+        "seq_lens": (seq_lens, (rows,), torch.int32),
+        "parents": (parents, (num_nodes,), torch.int64),
+        "ancestors": (ancestors, (num_nodes, paths.shape[1]), torch.int64),
+        "paths": (paths, (num_nodes, paths.shape[1]), torch.int64),
+        "depths": (depths, (num_nodes,), torch.int64),
+        "preference": (preference, (num_nodes,), torch.int64),
+    }
+    for name, (x, shape, dtype) in wanted.items():
+        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != tokens.device:
+            raise ValueError(
+                f"{name} must be contiguous {list(shape)} of {dtype} on {tokens.device}, got {list(x.shape)} of "
+                f"{x.dtype} on {x.device} with strides {x.stride()}"
+            )
+
+
+def top_ranks(x: torch.Tensor, num: int) -> torch.Tensor:
+    """The columns of each row's largest values, the largest first, of equals the lowest column; int64 `[rows, num]`.
+
+    NaN counts as larger than all numbers.
+
+    Args:
+        x: `[rows, columns]`, bf16, fp16 or fp32; the last stride 1.
+        num: 1 to 16, and no more than the columns.
+
+    Raises:
+        ValueError: for other shapes, strides, dtypes or numbers.
+    """
+    check_ranks(x, num)
+    return x.sort(dim=-1, descending=True, stable=True).indices[:, :num].contiguous()
+
+
+def check_ranks(x: torch.Tensor, num: int) -> None:
+    """Refuses what `top_ranks` does not take."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"x must be [rows, columns] with a last stride of 1, got {list(x.shape)}, {x.stride()}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"x must be bf16, fp16 or fp32, got {x.dtype}")
+    if not 1 <= num <= min(MAX_RANKS, x.shape[1]):
+        raise ValueError(f"num must be 1 to {min(MAX_RANKS, x.shape[1])} of {x.shape[1]} columns, got {num}")

@@ -1,0 +1,229 @@
+"""Acceptance in one kernel: it and its reference against a walk down each row's tree, and against `accept_greedy`."""
+
+import random
+
+import pytest
+import torch
+from tree_oracle import random_tree
+
+from hf_turbo.cache.token_tree import TokenTree
+from hf_turbo.generation.acceptance import accept_greedy
+from hf_turbo.ops import accept_drafts, dispatch, reference_drafts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOTH = pytest.mark.parametrize("module", [reference_drafts, accept_drafts], ids=["reference", "kernel"])
+GARBAGE = [-(2**63), 2**63 - 1, -1, 1 << 40]
+
+
+def trees():
+    """The root alone, chains, binary trees and random ones, whose nodes `TokenTree` wants by depth."""
+    yield from (TokenTree.chain(num_drafted) for num_drafted in (0, 1, 4, 63))
+    yield TokenTree((-1, *(node // 2 for node in range(63))))
+    for num_nodes, seed in ((2, 0), (7, 1), (9, 2), (33, 3), (64, 4)):
+        tree = random_tree(num_nodes, seed)
+        children = {node: [] for node in range(-1, num_nodes)}
+        for node, parent in enumerate(tree.parents):
+            children[parent].append(node)
+        order = [0]
+        for node in order:
+            order += children[node]
+        yield TokenTree((-1, *(order.index(tree.parents[node]) for node in order[1:])))
+
+
+def make_case(tree, rows, vocabulary, seed):
+    """Random tokens, few of them, so that some paths agree; `seq_lens` have room for the tree."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, chosen = (torch.randint(vocabulary, (rows, tree.num_nodes), generator=generator) for _ in range(2))
+    seq_lens = torch.randint(tree.num_nodes, 9000, (rows,), generator=generator).to(torch.int32)
+    return tokens, chosen, seq_lens
+
+
+def call(module, tree, *case, device=DEVICE):
+    t = tree.tensors(device)
+    of_tree = (t.parents, t.ancestors, t.paths, t.depths, t.preference)
+    return module.accept_drafts(*(x.to(device) for x in case), *of_tree)
+
+
+def walk(tree, tokens, chosen):
+    """The longest path of agreeing nodes, the first of several as long, by looking at every child."""
+    frontier, longest = [[0]], [0]
+    while frontier:
+        longest = frontier[0]
+        frontier = [
+            [*path, child]
+            for path in frontier
+            for child in tree.children[path[-1]]
+            if tokens[child] == chosen[path[-1]]
+        ]
+    return longest
+
+
+def expected(tree, tokens, chosen, seq_lens):
+    """The verdict's fields as lists."""
+    fields = [[] for _ in reference_drafts.Verdict._fields]
+    steps = tree.max_depth + 1
+    for row_tokens, row_chosen, seq_len in zip(tokens.tolist(), chosen.tolist(), seq_lens.tolist(), strict=True):
+        path = walk(tree, row_tokens, row_chosen)
+        own = row_chosen[path[-1]]
+        text = [*(row_tokens[node] for node in path[1:]), own]
+        of_row = (
+            [*text, *[-1] * (steps - len(text)), len(path) - 1],
+            [*path, *range(len(path), steps)],
+            len(path), path[-1], own, seq_len - tree.num_nodes + len(path),
+        )  # fmt: skip
+        for field, value in zip(fields, of_row, strict=True):
+            field.append(value)
+    return fields
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New memory is full of what no result may have."""
+    empty = torch.empty
+
+    def poison(*args, **kwargs):
+        return empty(*args, **kwargs).fill_(-77)
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+def check(module, device, rows=(1, 3, 4)):
+    depths = set()
+    for seed, tree in enumerate(trees()):
+        for num_rows, vocabulary in zip(rows, (2, 1, 3), strict=True):
+            case = make_case(tree, num_rows, vocabulary, seed)
+            verdict = call(module, tree, *case, device=device)
+            wanted = expected(tree, *case)
+            assert [x.tolist() for x in verdict] == wanted
+            depths |= set(wanted[2])
+    assert {1, 2, 3, 64} <= depths  # nothing is accepted, a little, all of a long chain
+
+
+@BOTH
+def test_agrees_with_a_walk(module, poisoned):
+    check(module, DEVICE)
+
+
+@BOTH
+def test_agrees_with_accept_greedy(module):
+    for seed, tree in enumerate(trees()):
+        tokens, chosen, seq_lens = make_case(tree, 4, 2, seed)
+        verdict = call(module, tree, tokens, chosen, seq_lens, device="cpu" if module is reference_drafts else DEVICE)
+        accepted = accept_greedy(tree, tokens, chosen)
+        assert torch.equal(verdict.outcome[:, :-1].cpu(), accepted.tokens)
+        assert torch.equal(verdict.outcome[:, -1].cpu(), accepted.counts)
+        assert torch.equal(verdict.path.cpu().long(), accepted.path)
+
+
+@BOTH
+def test_dtypes(module):
+    tree = TokenTree.chain(2)
+    verdict = call(module, tree, *make_case(tree, 2, 2, 0))
+    wide, narrow = torch.int64, torch.int32
+    assert [x.dtype for x in verdict] == [wide, narrow, narrow, wide, wide, wide]
+    assert [list(x.shape) for x in verdict] == [[2, 4], [2, 3], [2], [2], [2], [2]]
+
+
+@BOTH
+def test_a_row_of_garbage_changes_no_other(module, poisoned):
+    for seed, tree in enumerate(trees()):
+        tokens, chosen, seq_lens = make_case(tree, 4, 2, seed)
+        for row in (0, 2):
+            tokens[row], chosen[row] = (
+                torch.tensor(random.Random(seed + i).choices(GARBAGE, k=tree.num_nodes)) for i in (row, row + 10)
+            )
+            seq_lens[row] = 0
+        verdict = call(module, tree, tokens, chosen, seq_lens)
+        # Rows of garbage follow the same rule; the root counts whatever it is.
+        assert [x.tolist() for x in verdict] == expected(tree, tokens, chosen, seq_lens)
+
+
+@BOTH
+def test_of_equal_siblings_the_first_counts(module):
+    tree = TokenTree((-1, 0, 0, 1, 2, 2))
+    tokens = torch.tensor([[9, 5, 5, 6, 7, 7], [9, 5, 5, 8, 7, 7], [9, 5, 5, 8, 8, 8]])
+    chosen = torch.tensor([[5, 6, 7, 1, 2, 3]] * 3)
+    verdict = call(module, tree, tokens, chosen, torch.tensor([10, 20, 30], dtype=torch.int32))
+    assert verdict.last.tolist() == [3, 4, 1]
+    assert verdict.outcome.tolist() == [[5, 6, 1, 2], [5, 7, 2, 2], [5, 6, -1, 1]]
+    assert verdict.lengths.tolist() == [7, 17, 26]
+
+
+@BOTH
+def test_no_rows(module):
+    tree = TokenTree.chain(2)
+    verdict = call(module, tree, *make_case(tree, 0, 2, 0))
+    assert [list(x.shape) for x in verdict] == [[0, 4], [0, 3], [0], [0], [0], [0]]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("tokens", lambda x: x.to(torch.int32)),
+        ("tokens", lambda x: x[0]),
+        ("chosen", lambda x: x[:, 1:]),
+        ("chosen", lambda x: x.t().contiguous().t()),
+        ("seq_lens", lambda x: x.long()),
+        ("parents", lambda x: x.to(torch.int32)),
+        ("ancestors", lambda x: x[:, 1:].contiguous()),
+        ("paths", lambda x: x[:, :0]),
+        ("depths", lambda x: x[1:]),
+        ("preference", lambda x: x.float()),
+    ],
+)
+def test_refuses_other_tensors(module, name, change):
+    tree = TokenTree.chain(2)
+    tokens, chosen, seq_lens = (x.to(DEVICE) for x in make_case(tree, 2, 2, 0))
+    t = tree.tensors(DEVICE)
+    given = dict(
+        tokens=tokens, chosen=chosen, seq_lens=seq_lens, parents=t.parents, ancestors=t.ancestors, paths=t.paths,
+        depths=t.depths, preference=t.preference,
+    )  # fmt: skip
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match="must be"):
+        module.accept_drafts(**given)
+
+
+@BOTH
+def test_refuses_more_nodes_than_bits(module):
+    x = torch.zeros(1, 65, dtype=torch.int64)
+    table = torch.zeros(65, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="1 to 64 nodes"):
+        module.accept_drafts(x, x, torch.ones(1, dtype=torch.int32), x[0], table, table, x[0], x[0])
+
+
+def test_dispatch():
+    tree = TokenTree.chain(3)
+    case = make_case(tree, 3, 2, 0)
+    assert [x.tolist() for x in call(dispatch, tree, *case)] == expected(tree, *case)
+
+
+@pytest.mark.gpu
+def test_on_the_device():
+    check(accept_drafts, "cuda")
+
+
+@pytest.mark.gpu
+def test_behind_the_kernel_that_chooses():
+    """Captured behind the argmax that it waits for, and replayed with other numbers."""
+    tree = next(tree for tree in trees() if tree.num_nodes == 64 and not tree.is_chain)
+    t = tree.tensors("cuda")
+    logits = torch.zeros(4, 64, 5000, device="cuda")
+    tokens = torch.zeros(4, 64, dtype=torch.int64, device="cuda")
+    seq_lens = torch.full((4,), 100, dtype=torch.int32, device="cuda")
+
+    def step():
+        chosen = dispatch.argmax(logits.flatten(0, 1)).view(4, 64)
+        return dispatch.accept_drafts(tokens, chosen, seq_lens, t.parents, t.ancestors, t.paths, t.depths, t.preference)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verdict = step()
+    for seed in range(20):
+        said, chosen, _ = make_case(tree, 4, 2, seed)
+        tokens.copy_(said)
+        logits.zero_().scatter_(2, chosen.unsqueeze(2).cuda(), 1.0)
+        graph.replay()
+        assert [x.tolist() for x in verdict] == expected(tree, said, chosen, seq_lens.cpu())
