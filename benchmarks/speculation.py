@@ -5,7 +5,7 @@
         --medusa examples/medusa-smollm2 --out FILE.jsonl
 
 `rounds`: a round with a draft that is never accepted, of one to 64 nodes, beside a plain step; and drafts of 4 tokens
-of which 0.8 are right by construction. `texts`: prompts (JSON lines with a "category" and "turns"), greedy, by category;
+of which 0.8 are right by construction. `texts`: prompts (JSON lines with "category" and "turns"), greedy, by category;
 each text is compared with plain decoding's, to rounding.
 """
 

@@ -303,7 +303,8 @@ def test_a_forward_that_failed(length, brought):
         forward(model, turn, cache)
     hook.remove()
     cache.crop(-(cache.get_seq_length() - length))
-    assert torch.equal(forward(model, turn, cache).logits, forward(model, turn, never).logits)
+    got, expected = forward(model, turn, cache).logits, forward(model, turn, never).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)  # blocks lie elsewhere: some CPUs round otherwise
     del cache, never
     assert used_blocks(model) == 0
 

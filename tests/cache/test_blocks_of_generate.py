@@ -182,7 +182,7 @@ def test_reset_cache_serves_other_prompts():
     cache.reset()
     others = prompt(4, 12, seed=5)
     got = forward(model, others, cache).logits
-    torch.testing.assert_close(got, forward(stock, others).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, forward(stock, others).logits, atol=5e-5, rtol=5e-5)
     step = prompt(4, 1, seed=6)
     both = forward(stock, torch.cat([others, step], dim=1)).logits[:, -1:]
     torch.testing.assert_close(forward(model, step, cache).logits, both, atol=1e-4, rtol=1e-4)
