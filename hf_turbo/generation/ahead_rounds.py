@@ -15,8 +15,7 @@ import torch
 
 from ..cache.token_tree import TokenTree
 from ..modeling.step_graph import StepGraph
-from ..ops.dispatch import argmax, token_addresses
-from .acceptance import accept_greedy
+from ..ops.dispatch import accept_drafts, argmax, token_addresses
 from .drafts import Draft, Guesses
 from .readback import Letter
 from .tree_steps import TreeSteps
@@ -50,21 +49,20 @@ class GreedyFollower:
         tokens = graph.tensors["input_ids"].view(-1, num_nodes)
         output: Any = graph.output
         chosen = argmax(output.logits.flatten(0, 1)).view(tokens.shape)
-        accepted = accept_greedy(self._tree, tokens, chosen)
-        bases = graph.seq_lens - num_nodes
+        tree = self._tree.tensors(tokens.device)
+        verdict = accept_drafts(
+            tokens, chosen, graph.seq_lens, tree.parents, tree.ancestors, tree.paths, tree.depths, tree.preference
+        )
         if not self._tree.is_chain:
-            self._move(graph, bases, accepted.path.to(torch.int32), (accepted.counts + 1).to(torch.int32))
-        last = accepted.counts.unsqueeze(1)
-        roots = accepted.tokens.gather(1, last)
-        following = roots
+            self._move(graph, graph.seq_lens - num_nodes, verdict.path, verdict.counts)
+        following = verdict.roots.unsqueeze(1)
         if self._guesses is not None:
             hidden = graph.head_input
             if hidden is not None:
-                hidden = hidden.view(len(tokens), num_nodes, -1)
-                node = accepted.path.gather(1, last).unsqueeze(2).expand(-1, 1, hidden.shape[-1])
-                hidden = hidden.gather(1, node)[:, 0]
-            following = self._guesses.guess(hidden, roots[:, 0])
-        return torch.cat([accepted.tokens, last], dim=1), following, bases + accepted.counts + 1
+                rows = torch.arange(len(tokens), device=tokens.device) * num_nodes
+                hidden = hidden.flatten(0, -2).index_select(0, rows + verdict.last)
+            following = self._guesses.guess(hidden, verdict.roots)
+        return verdict.outcome, following, verdict.lengths
 
     def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
         if self._addresses is None:  # once, before the capture

@@ -10,6 +10,7 @@ import torch
 
 from ..cache.token_tree import MAX_NODES, TokenTree
 from ..modeling.head_input import HeadInput
+from ..ops.dispatch import top_ranks
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext
 from .medusa_heads import MedusaHeads, output_projection
@@ -139,10 +140,11 @@ class MedusaDrafter:
         if hidden is None:
             raise ValueError("Medusa heads need what the model's head is given")
         features = self._heads.features(hidden)[:, : self.tree.max_depth]
-        best = self._logits(features).topk(self._num_ranks, dim=-1).indices
+        best = top_ranks(self._logits(features).flatten(0, 1), self._num_ranks)
         if self._places.device != best.device:
             self._places = self._places.to(best.device)
-        return torch.cat([roots.unsqueeze(1), best.flatten(1).index_select(1, self._places)], dim=1)
+        best = best.reshape(len(hidden), -1)
+        return torch.cat([roots.unsqueeze(1), best.index_select(1, self._places)], dim=1)
 
     def _logits(self, features: torch.Tensor) -> torch.Tensor:
         """`[rows, heads, vocabulary]` of what the blocks gave, `[rows, heads, hidden_size]`."""

@@ -46,6 +46,7 @@ def _accept_drafts_kernel(
     chosen_ptr += row * NODES
     said = tl.load(tokens_ptr + node, mask=is_node, other=0)
     wanted = tl.load(chosen_ptr + parent, mask=is_node, other=0)
+    seq_len = tl.load(seq_lens_ptr + row).to(tl.int64)
     agrees = is_node & ((said == wanted) | (node == 0))
     agreed = tl.sum(agrees.to(tl.int64) << node, 0)  # one bit a node
     reached = tl.min((agreed >> ancestor) & 1, 1)
@@ -56,16 +57,16 @@ def _accept_drafts_kernel(
     paths_ptr += last * STEPS
     path = tl.load(paths_ptr + step, mask=is_step)
     tl.store(path_ptr + row * STEPS + step, path.to(tl.int32), mask=is_step)
-    following = tl.load(paths_ptr + step + 1, mask=step < accepted, other=0)
-    token = tl.load(tokens_ptr + following, mask=step < accepted, other=-1)
-    token = tl.where(step == accepted, root, token)
+    following = tl.load(paths_ptr + step + 1, mask=step < STEPS - 1, other=0)  # a node in any case
+    token = tl.load(tokens_ptr + following)
+    token = tl.where(step < accepted, token, tl.where(step == accepted, root, -1))
     outcome_ptr += row * (STEPS + 1)
     tl.store(outcome_ptr + step, token, mask=is_step)
     tl.store(outcome_ptr + STEPS, accepted)
     tl.store(counts_ptr + row, (accepted + 1).to(tl.int32))
     tl.store(last_ptr + row, last.to(tl.int64))
     tl.store(roots_ptr + row, root)
-    tl.store(lengths_ptr + row, tl.load(seq_lens_ptr + row).to(tl.int64) - NODES + accepted + 1)
+    tl.store(lengths_ptr + row, seq_len - NODES + accepted + 1)
 
 
 _launch_accept = Launcher(_accept_drafts_kernel)
@@ -105,6 +106,6 @@ def accept_drafts(
     with torch.cuda.device_of(tokens):
         _launch_accept(
             (device, constants), (rows, 1, 1), tokens, chosen, seq_lens, *tree, *verdict, *constants,
-            num_warps=4 if block_nodes * block_steps > 512 else 1, launch_pdl=pdl,
+            num_warps=4 if block_nodes * block_steps > 512 else 1, launch_pdl=pdl, enable_fp_fusion=True,
         )  # fmt: skip
     return verdict

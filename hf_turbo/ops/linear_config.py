@@ -94,10 +94,7 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
         # Dots on the CUDA cores hold their operands in registers.
         return LinearConfig(block_n=32, block_k=32, num_warps=8, num_stages=2, dot=True)
     if k < 2048 and features <= 8192:
-        if gated:
-            config = LinearConfig(block_n=16, block_k=64, num_warps=2, num_stages=5)
-        else:
-            config = LinearConfig(block_n=16, block_k=128, num_warps=4, num_stages=4)
+        config = LinearConfig(block_n=16, block_k=64, num_warps=2, num_stages=5)
     elif gated:
         if rows <= 8:
             config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=3)

@@ -86,11 +86,12 @@ def top_ranks(x: torch.Tensor, num: int) -> torch.Tensor:
     key = (x.device, x.dtype, columns, stride, x.data_ptr() % 16, num, pdl)
     with torch.cuda.device_of(x):
         _launch_chunks(
-            key, (chunks, rows, 1), x, keys, columns, stride, num, _COLUMNS, pdl, num_warps=4, launch_pdl=pdl
-        )
+            key, (chunks, rows, 1), x, keys, columns, stride, num, _COLUMNS, pdl,
+            num_warps=4, launch_pdl=pdl, enable_fp_fusion=True,
+        )  # fmt: skip
         padded = next_power_of_2(chunks * num)
         _launch_merge(
             (x.device, chunks, num, pdl), (rows, 1, 1), keys, out, chunks * num, num, padded, pdl,
-            num_warps=min(max(padded // 256, 1), 8), launch_pdl=pdl,
+            num_warps=min(max(padded // 256, 1), 8), launch_pdl=pdl, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -116,6 +116,25 @@ def test_s09_a_seed_gives_the_plain_text(name, way, folder):
         assert_drafted(one.model, needs_drafts="lookup" not in way)
 
 
+@pytest.mark.parametrize("way", ["lookup", "heads", "tree", "chain"])
+def test_s09_a_criterion_that_ends_a_sampled_text(way, folder):
+    """Random numbers for what was drafted after the end are given back."""
+    one = pair("llama")
+    drafting(way, one, SINGLE, folder)
+    for num_tokens in range(8, 16):
+        texts, after = [], []
+        for model in (one.stock, one.model):
+            torch.manual_seed(1)
+            if way in ("tree", "chain") and texts:
+                handle_of(model).speculation.texts = torch.cat([texts[0], prompt(1, 20)], dim=1).tolist()
+            given = StoppingCriteriaList([CountingCriterion(9 + num_tokens)])
+            texts.append(generate(model, SINGLE, 32, do_sample=True, stopping_criteria=given).sequences)
+            after.append(torch.rand(2))
+        assert texts[0].shape[1] == 9 + num_tokens
+        assert torch.equal(*texts) and torch.equal(*after)
+    assert_drafted(one.model, needs_drafts=way != "lookup")
+
+
 @pytest.mark.parametrize("way", ["lookup", "draft model", "truncated model", "heads"])
 def test_s09_seeds_of_several_rows(way, folder):
     """The same seed, the same text; no seed, another."""

@@ -42,7 +42,7 @@ DRAFTS = {
 }
 PROMPTS = {"one token": prompt(1, 1), "40 tokens": prompt(1, 40), "several rows": RAGGED}
 #: Drafts that are wrong take many forwards: the others are tried where there is time.
-QUICK = {("llama", "random", 5), ("llama", "first layer", 5), ("window of 8", "random", 2), ("window of 3", "random", 5)}
+QUICK = {("llama", "first layer", 5), ("window of 8", "random", 5), ("window of 3", "random", 2)}
 
 
 def draft_cases():
@@ -81,10 +81,7 @@ def test_s01_prompt_lookup(one, num_tokens, block_size):
     assert 0 < seen.accepted < seen.drafted
 
 
-SLOWLY = pytest.mark.slow
-
-
-@pytest.mark.parametrize("block_size", [pytest.param(1, marks=SLOWLY), 4, pytest.param(16, marks=SLOWLY)])
+@pytest.mark.parametrize("block_size", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 @pytest.mark.parametrize("tree", TREES)
 def test_m01_any_tree_of_which_any_part_is_right(one, tree, block_size):
     """Nodes of rubbish around those that are right, at every place of the tree."""
@@ -148,7 +145,7 @@ def test_s02_an_end_within_a_draft(name, batch, tmp_path):
             ends = [text[-1, place].item(), text[0, 9].item()]
             assert_same_text(one, batch, 16, needs_drafts=False, eos_token_id=text[0, place].item())
             stock = assert_same_dict(one, batch, 16, eos_token_id=ends)
-            assert stock.sequences.shape[1] < one.plain(batch, 16).shape[1] or len(text) > 1
+            assert torch.isin(stock.sequences[:, -16:], torch.tensor(ends)).any()
 
 
 def test_s02_an_end_that_only_the_draft_says():
