@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..cache.token_tree import TokenTree
+from ..modeling.graphs import Followed
 from ..modeling.step_graph import StepGraph
 from ..ops.dispatch import accept_drafts, argmax, token_addresses
 from .drafts import Draft, Guesses
@@ -40,10 +41,11 @@ class GreedyFollower:
         """Equal for followers that compute the same."""
         return self._tree, id(self._guesses)
 
-    def __call__(self, graph: StepGraph) -> tuple[torch.Tensor, ...]:
-        """For each row of the graph: int64 `[rows, depth + 2]`, the accepted tokens, then at their number the model's
-        own, and that number last; int64 `[rows, nodes]`, the next draft, or the next root alone; int64 `[rows]`, tokens
-        in the cache.
+    def __call__(self, graph: StepGraph) -> torch.Tensor:
+        """For each row of the graph, int64 `[rows, depth + 3 + nodes]`: the accepted tokens, then at their number the
+        model's own; that number; tokens in the cache; the next draft, or the next root alone.
+
+        The next round's positions, lengths and tokens are left where the graph reads them.
         """
         num_nodes = self._tree.num_nodes
         tokens = graph.tensors["input_ids"].view(-1, num_nodes)
@@ -62,7 +64,17 @@ class GreedyFollower:
                 rows = torch.arange(len(tokens), device=tokens.device) * num_nodes
                 hidden = hidden.flatten(0, -2).index_select(0, rows + verdict.last)
             following = self._guesses.guess(hidden, verdict.roots)
-        return verdict.outcome, following, verdict.lengths
+        lengths = verdict.lengths.unsqueeze(1)
+        result = torch.cat([verdict.outcome, lengths, following], dim=1)
+        if following.shape == tokens.shape:
+            tokens.copy_(following)
+        positions = graph.tensors["position_ids"]
+        by_node = positions.view(*positions.shape[:-2], -1, num_nodes)
+        roots = by_node[..., :1] + verdict.counts.unsqueeze(1)
+        by_node.copy_(torch.minimum(roots + tree.depths, graph.last_position))
+        # Rows that are not used stay empty.
+        graph.seq_lens.copy_(torch.where(graph.seq_lens > num_nodes, graph.seq_lens + verdict.counts, 0))
+        return result
 
     def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
         if self._addresses is None:  # once, before the capture
@@ -100,6 +112,7 @@ class AheadRounds:
         self._spare = [Letter(), Letter()]
         self._following: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
+        self._last: Followed | None = None
         self._is_closing = False
         self._followers: dict[TokenTree, GreedyFollower] = {}
 
@@ -133,7 +146,8 @@ class AheadRounds:
         """The same without a draft, behind a round under way."""
         if self._following is None:
             raise ValueError("no round is under way whose tokens could be gone on from")
-        return self._launch(_ROOT, self._following[:, :1], 0, 0)
+        root = self._following if self._following.shape[1] == 1 else self._following[:, :1]
+        return self._launch(_ROOT, root, 0, 0)
 
     def launch_guess(self, size: int) -> bool:
         """The same with what the last round guessed; a round without a draft has guessed nothing."""
@@ -148,13 +162,20 @@ class AheadRounds:
     def _launch(self, tree: TokenTree, tokens: torch.Tensor, size: int, num_drafted: int) -> bool:
         guesses = self._guesses if num_drafted else None
         follower = self._followers.setdefault(tree, GreedyFollower(tree, guesses))
-        ahead = sum(one.reach for one in self._under_way)
-        result = self._steps.forward_ahead(tree, tokens.clamp_min(0), self._lengths, ahead, follower.key, follower)
+        ahead, last = sum(one.reach for one in self._under_way), self._last
+        result = None
+        if last is not None and tokens is self._following and last.key == follower.key:
+            result = self._steps.go_on(tree, last, ahead)
+        if result is None:
+            drafted = tokens.clamp_min(0)
+            result = self._steps.forward_ahead(tree, drafted, self._lengths, ahead, follower.key, follower)
         if result is None:
             self._is_closing = True
             return False
-        outcome, following, lengths = result
-        self._following, self._lengths = following[: self._num_rows], lengths[: self._num_rows]
+        self._last = result
+        columns = tree.max_depth + 2
+        outcome, lengths, following = result.result.tensor_split([columns, columns + 1], dim=1)
+        self._following, self._lengths = following[: self._num_rows], lengths[: self._num_rows, 0]
         letter = self._spare.pop().send(outcome)
         self._under_way.append(AheadRound(letter, size, num_drafted, tree.max_depth + 1))
         return True
@@ -165,7 +186,7 @@ class AheadRounds:
         [outcome] = one.letter.open()
         self._spare.append(one.letter)
         if not self._under_way:
-            self._following = self._lengths = None
+            self._following = self._lengths = self._last = None
         if outcome is None:
             raise RuntimeError("a round came home without its outcome")
         return outcome[: self._num_rows].tolist(), one

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 # Of these NoRepeatNGram and EncoderNoRepeatNGram read the tokens on the host (`tolist`), InfNanRemove, TopH and
@@ -55,7 +56,10 @@ class ProcessorKinds:
         module = "transformers.generation.logits_process"
         known = type(processors) is LogitsProcessorList and all(_is_one_of(p, module, _PROCESSORS) for p in processors)
         names = {type(p).__name__ for p in processors}
-        return cls(known, known and not names & _BELONG_TO_ROWS, known and names <= _READ_NO_TEXT)
+        # Transformers 5.24's repetition penalty knows each row's padding.
+        of_rows = any(isinstance(getattr(p, "prompt_ignore_length", None), torch.Tensor) for p in processors)
+        by_row = known and not names & _BELONG_TO_ROWS and not of_rows
+        return cls(known, by_row, known and names <= _READ_NO_TEXT)
 
 
 def processors_are_known(processors: LogitsProcessorList) -> bool:

@@ -11,6 +11,7 @@ import torch
 from ..cache.token_tree import MAX_NODES, TokenTree
 from ..modeling.head_input import HeadInput
 from ..ops.dispatch import top_ranks
+from ..ops.reference_drafts import MAX_RANKS
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext
 from .medusa_heads import MedusaHeads, output_projection
@@ -140,7 +141,9 @@ class MedusaDrafter:
         if hidden is None:
             raise ValueError("Medusa heads need what the model's head is given")
         features = self._heads.features(hidden)[:, : self.tree.max_depth]
-        best = top_ranks(self._logits(features).flatten(0, 1), self._num_ranks)
+        logits, num_ranks = self._logits(features).flatten(0, 1), self._num_ranks
+        # The kernel takes as many ranks as published trees have, and some more.
+        best = top_ranks(logits, num_ranks) if num_ranks <= MAX_RANKS else logits.topk(num_ranks, dim=-1).indices
         if self._places.device != best.device:
             self._places = self._places.to(best.device)
         best = best.reshape(len(hidden), -1)

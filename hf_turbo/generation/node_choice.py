@@ -50,7 +50,7 @@ class NodeChoice:
             if keeps and getattr(generation_config, f"output_{kind}")
         }
         #: The likeliest token counts, and nothing is kept of it.
-        self.is_plain = not (processors or self._samples or keeps)
+        self.is_plain = not (processors or self._samples or self._kept)
         self._random = DeviceRandom(device) if self._samples and texts.num_rows == 1 else None
         #: Of the last round, by kind and depth: `[rows, vocabulary]`.
         self._newest: dict[str, list[torch.Tensor]] = {}

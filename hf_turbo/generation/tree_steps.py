@@ -11,6 +11,7 @@ import torch
 from ..cache.paged_cache import DraftsUnsuited, PagedCache
 from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
+from ..modeling.graphs import Followed
 from ..modeling.step_graph import Follower
 
 #: Arguments of a step that are made here.
@@ -76,7 +77,7 @@ class TreeSteps:
         ahead: int,
         key: Hashable,
         follower: Follower,
-    ) -> tuple[torch.Tensor, ...] | None:
+    ) -> Followed | None:
         """The same where the host need not know how long rows are, and what is computed of it: two captured graphs.
 
         Args:
@@ -87,15 +88,21 @@ class TreeSteps:
             key, follower: as of `StepGraph.follow`.
 
         Returns:
-            What the follower gives, for all rows of the graph; None where there is no graph yet, or no more: `forward`
-            makes it.
+            None where there is no graph yet, or no more: `forward` makes it.
         """
         known = lengths
         if known is None:
             known = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
         with self._verifying(tree):
             arguments = self._arguments(tree, tokens, known) | {CACHE_NAME: self.cache}
-            return self._model._hf_turbo.steps.run_drafts(self.cache, arguments, lengths, ahead, key, follower)
+            return self._model._hf_turbo.steps.run_drafts(
+                self.cache, arguments, lengths, self._last_position, ahead, key, follower
+            )
+
+    def go_on(self, tree: TokenTree, last: Followed, ahead: int) -> Followed | None:
+        """The same with what the follower has left as the next draft; None where that is there no more."""
+        with self._verifying(tree):
+            return self._model._hf_turbo.steps.run_drafts_again(self.cache, last, ahead)
 
     def note(self, added: Sequence[int]) -> None:
         """Counts tokens of a forward while another is under way; `keep` comes after the last."""

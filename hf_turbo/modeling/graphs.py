@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.utils import ModelOutput
@@ -30,6 +30,16 @@ from .step_graph import Follower, Forward, StepGraph, StepInputs
 MAX_GRAPHS = 16
 #: A model that changed so often, each time before so many replays, is not captured any more.
 _MAX_WASTED, _FEW_REPLAYS = 4, 8
+
+
+class Followed(NamedTuple):
+    """What a follower gave, and how to go on from it: the graph, the follower, and the graph's turn."""
+
+    result: torch.Tensor
+    graph: StepGraph
+    key: Hashable
+    follower: Follower
+    turn: int
 
 
 class Owner(Protocol):
@@ -143,21 +153,23 @@ class StepGraphs:
         cache: PagedCache,
         kwargs: dict[str, Any],
         lengths: torch.Tensor | None,
+        last_position: torch.Tensor | None,
         ahead: int,
         key: Hashable,
         follower: Follower,
-    ) -> tuple[torch.Tensor, ...] | None:
+    ) -> Followed | None:
         """Verifies drafts by a graph that is there already, and computes what follows by another.
 
         Args:
             cache: whose `layout` knows the tree.
             kwargs: as of `run`.
             lengths: tokens of each row, int64 `[rows]`, where forwards are under way; None: the host knows them.
+            last_position: of drafts, int64 `[]`; None without a limit.
             ahead: tokens that a row may have got by those, at most.
             key, follower: as of `StepGraph.follow`.
 
         Returns:
-            What the follower gives, or None: nothing has been done.
+            None: nothing has been done.
         """
         inputs = StepInputs.of(kwargs)
         if inputs is None or not cache.model_is_as_it_was:
@@ -173,8 +185,30 @@ class StepGraphs:
             self._graphs.move_to_end(inputs.key)
             self._order_streams()
             graph.load(cache, inputs, lengths=lengths)
+            if last_position is not None:
+                graph.last_position.copy_(last_position)
             self.num_replayed += 1
-            return graph.follow(key, follower, self._pool, _capture_stream(device))
+            result = graph.follow(key, follower, self._pool, _capture_stream(device))
+            return Followed(result, graph, key, follower, graph.turn)
+
+    def run_drafts_again(self, cache: PagedCache, last: Followed, ahead: int) -> Followed | None:
+        """The same for drafts that the follower of the last round has left in the graph's inputs.
+
+        Returns:
+            None: something else has used the graph since; nothing has been done.
+        """
+        graph = last.graph
+        with self._lock, torch.cuda.device(graph.device), torch.inference_mode(False), torch.no_grad():
+            if graph.turn != last.turn or self._state is None or not self._state.same_memory():
+                return None
+            cache.advance(ahead)
+            if not graph.serves_ahead(cache, ahead):
+                return None
+            self._order_streams()
+            graph.load_tables(cache)
+            self.num_replayed += 1
+            result = graph.follow(last.key, last.follower, self._pool, _capture_stream(graph.device))
+            return Followed(result, graph, last.key, last.follower, graph.turn)
 
     def drop(self) -> None:
         """Forgets all graphs and gives their memory back."""

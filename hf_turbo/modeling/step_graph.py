@@ -27,7 +27,7 @@ from .recording import record
 
 Forward = Callable[..., Any]
 #: Computes something of a step's output; see `StepGraph.follow`.
-Follower = Callable[["StepGraph"], tuple[torch.Tensor, ...]]
+Follower = Callable[["StepGraph"], torch.Tensor]
 #: Block tables, int32 `[rows, columns]`, by sliding window.
 Tables = dict[int | None, torch.Tensor]
 
@@ -154,6 +154,10 @@ class StepGraph:
         self.num_nodes = inputs.num_nodes
         num_seqs = self.num_rows // self.num_nodes
         self.seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=self.device)
+        #: The last position that drafts may have, for followers.
+        self.last_position = torch.full((1,), torch.iinfo(torch.int64).max, device=self.device)
+        #: Differs once the inputs have been loaded, or read and followed up, again.
+        self.turn = 0
         cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * self.num_nodes
         self.groups = {
             window: StepGroup(pool.group(window), columns, self.seq_lens, cu_seqlens_q, inputs.tree)
@@ -166,7 +170,7 @@ class StepGraph:
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         #: What is computed of the output, by what it is: another graph, and its own output.
-        self._followers: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], Follower]] = {}
+        self._followers: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, Follower]] = {}
         self._tables_of: dict[int | None, tuple[int, ...] | None] = {}
         self._bases: list[tuple[Any, ...]] = []  # (layer, its store, where the blocks of that lie)
         self._versions: dict[int | None, int] = {}
@@ -186,6 +190,7 @@ class StepGraph:
             tables: block tables that are newer than the cache's own, by sliding window.
             code_tables: the same of codes, where the cache has them.
         """
+        self.turn += 1
         for name, x in inputs.tensors.items():
             dim = inputs.batch_dim(name)
             target = self.tensors[name]
@@ -196,9 +201,16 @@ class StepGraph:
             self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
         else:
             self.seq_lens[: len(lengths)].copy_(lengths + self.num_nodes)
-        for window, group in self.groups.items():
+        for group in self.groups.values():
             if inputs.tree is not None:
                 group.load_tree(inputs.tree)
+        self.load_tables(cache, tables, code_tables)
+
+    def load_tables(
+        self, cache: PagedCache, tables: Tables | None = None, code_tables: Tables | None = None
+    ) -> None:
+        """Copies block tables where they have changed; arguments as of `load`."""
+        for window, group in self.groups.items():
             table = cache.groups[window].table
             state = table.state if tables is None else None
             if state is None or self._tables_of.get(window) != state:
@@ -266,24 +278,28 @@ class StepGraph:
         function: Follower,
         pool: Any,
         stream: torch.cuda.Stream,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         """Replays the step, then what is computed of its output: recorded when it is first asked for.
 
         Args:
             key: of the function; `function` is the same for one that is equal.
-            function: reads the graph's `output`, `head_input`, `tensors`, `seq_lens` and tables, waits for nothing, and
-                answers with tensors that are good until it runs again.
+            function: reads the graph's `output`, `head_input`, `tensors`, `seq_lens`, `last_position` and tables, may
+                write the inputs of a next step there, and waits for nothing.
         """
         if self._graph is None:
             raise RuntimeError("the step has not been captured")
+        self.turn += 1
         self._graph.replay()
         if key not in self._followers:
+            inputs = [x.clone() for x in (*self.tensors.values(), self.seq_lens)]
             function(self)  # compiles
+            for x, before in zip((*self.tensors.values(), self.seq_lens), inputs, strict=True):
+                x.copy_(before)
             self._graph.replay()  # the function may have moved tokens
             self._followers[key] = (*record(lambda: function(self), self.device, pool, stream), function)
         graph, result, _ = self._followers[key]
         graph.replay()
-        return tuple(x.clone() for x in result)  # another thread's step may come next
+        return result.clone()  # another thread's step may come next
 
     def replay(self, cache: PagedCache, num_rows: int) -> ModelOutput:
         """Runs the captured step on the current stream."""

@@ -47,10 +47,10 @@ def _accept_drafts_kernel(
     said = tl.load(tokens_ptr + node, mask=is_node, other=0)
     wanted = tl.load(chosen_ptr + parent, mask=is_node, other=0)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int64)
-    agrees = is_node & ((said == wanted) | (node == 0))
+    agrees = (said == wanted) | (node == 0)
     agreed = tl.sum(agrees.to(tl.int64) << node, 0)  # one bit a node
     reached = tl.min((agreed >> ancestor) & 1, 1)
-    last = tl.argmax(reached * preference, 0)  # the root is always reached, so what is no node never is the last
+    last = tl.argmax(reached * preference, 0)  # the root is always reached; the preference of no node is 0
     accepted = tl.load(depths_ptr + last)
     root = tl.load(chosen_ptr + last)
 

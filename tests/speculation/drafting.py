@@ -155,6 +155,11 @@ class Knowing:
         pass
 
 
+def tell(model: Any, texts: torch.Tensor) -> None:
+    """Other texts for the `Knowing` drafter of a patched model."""
+    handle_of(model).speculation.drafter.texts = texts.tolist()
+
+
 def tree_of(name: str) -> TokenTree:
     """One of `TREES`."""
     return TokenTree.of_paths(Medusa("", tree=TREES[name]).tree)

@@ -17,6 +17,7 @@ from drafting import (
     letters,
     pair,
     stats,
+    tell,
     tree_of,
     truncated,
 )
@@ -89,9 +90,10 @@ def test_s09_processors(way, batch, folder):
         want = one.plain(batch, 24, **options)
         got = generate(one.model, batch, 24, **options, **extra).sequences
         assert torch.equal(got, want), name
-        if name == "prompt's n-grams" and several:
-            assert any("all rows" in reason for reason in stepped_aside(one.model))
-        else:
+        aside = any("all rows" in reason for reason in stepped_aside(one.model))
+        if several and (name == "prompt's n-grams" or "repetition_penalty" in options):
+            assert aside or name != "prompt's n-grams"  # the penalty belongs to rows in some releases of Transformers
+        if not aside:
             assert_drafted(one.model, needs_drafts="lookup" not in way)
         assert used_blocks(one.model) == 0
 
@@ -108,7 +110,7 @@ def test_s09_a_seed_gives_the_plain_text(name, way, folder):
         after = torch.rand(2)
         extra = drafting(way, one, SINGLE, folder)
         if way in ("tree", "chain"):
-            handle_of(one.model).speculation.texts = want.tolist()
+            tell(one.model, want)
         torch.manual_seed(seed)
         got = generate(one.model, SINGLE, 32, **options, **extra).sequences
         assert torch.equal(got, want)
@@ -126,7 +128,7 @@ def test_s09_a_criterion_that_ends_a_sampled_text(way, folder):
         for model in (one.stock, one.model):
             torch.manual_seed(1)
             if way in ("tree", "chain") and texts:
-                handle_of(model).speculation.texts = torch.cat([texts[0], prompt(1, 20)], dim=1).tolist()
+                tell(model, torch.cat([texts[0], prompt(1, 20)], dim=1))
             given = StoppingCriteriaList([CountingCriterion(9 + num_tokens)])
             texts.append(generate(model, SINGLE, 32, do_sample=True, stopping_criteria=given).sequences)
             after.append(torch.rand(2))
@@ -234,7 +236,7 @@ def test_what_is_returned(way, batch, folder):
     mask = torch.ones_like(batch) if isinstance(batch, torch.Tensor) else batch["attention_mask"]
     end = one.plain(batch, 24)[0, -15].item()
     extra = drafting(way, one, batch, folder)
-    for options in ({}, dict(eos_token_id=end, repetition_penalty=1.3)):
+    for options in ({}, dict(eos_token_id=end, no_repeat_ngram_size=2)):
         options = dict(output_scores=True, output_logits=True, **options)
         want, got = generate(one.stock, batch, 24, **options), generate(one.model, batch, 24, **options, **extra)
         assert_same_output(want, got, mask, options.get("eos_token_id", ()))
@@ -256,7 +258,7 @@ def test_a_second_turn(way, batch, folder):
         grown = torch.nn.functional.pad(mask, (0, turn.shape[1] - mask.shape[1]), value=1)
         given = {"input_ids": turn, "attention_mask": grown, CACHE_NAME: first[CACHE_NAME]}
         if way in ("tree", "chain") and own is extra and model is one.model:
-            handle_of(model).speculation.texts = texts[0].tolist()
+            tell(model, texts[0])
         second = generate(model, given, 24, **own)
         texts.append(second.sequences)
         if model is one.stock:
@@ -290,7 +292,7 @@ def test_embeddings_for_a_prompt(way, folder):
     want = one.stock.generate(**inputs, max_new_tokens=24, do_sample=False)
     extra = drafting(way, one, RAGGED, folder)
     if way in ("tree", "chain"):
-        handle_of(one.model).speculation.texts = want.tolist()
+        tell(one.model, want)
     got = one.model.generate(**inputs, max_new_tokens=24, do_sample=False, **extra)
     assert torch.equal(got, want)
     reads_tokens = way in ("assistant argument", "draft model", "truncated model")

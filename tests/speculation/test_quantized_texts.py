@@ -107,7 +107,7 @@ def test_s01_drafters(name, tmp_path):
     want = policy_text(policy, batch, 40)
     same, other = build(MODELS[name][0], **LONG, **MODELS[name][1]), random_model(MODELS[name][0], **LONG)
     quantized = hf_turbo.patch(copy.deepcopy(same), block_size=32, kv_cache_dtype="int8")
-    for draft, num_tokens in ((same, 5), (same, 40), (quantized, 20), (other, 5)):
+    for draft, num_tokens in ((same, 5), (same, 31), (quantized, 20), (other, 5)):
         patch(model, "int4", 32, DraftModel(draft, num_tokens, adaptive=False))
         assert_is_text(model, batch, want, needs_drafts=draft is not other)
     patch(model, "int4", 32, PromptLookup(20, min_match=1, adaptive=False))
