@@ -14,6 +14,9 @@ import torch
 
 #: Queries of a sequence that are taken for drafted tokens.
 MAX_DRAFTED = 64
+#: Rows of a program, and splits of a sequence, at most, where the queries are a few drafted tokens.
+DRAFT_BLOCK_M = 16
+DRAFT_SPLITS = 8
 
 #: A split of fewer keys would cost more to merge than it saves.
 MIN_KEYS_PER_SPLIT = 128
@@ -96,12 +99,12 @@ def choose_config(
     if dtype == torch.float32:
         # Dots on the CUDA cores hold their operands in registers: small tiles over many warps, or they spill.
         config = AttentionConfig(block_m=16, tile=32 if dim <= 128 else 16, num_warps=8, num_stages=2)
-    elif rows <= (32 if is_tree else 64):
+    elif rows <= 64:
         # Bound by memory: tiles of about 32 KB, two in flight, masks for free. Three such programs fit on a
         # multiprocessor; a few more would be a second wave that is mostly idle, so those get half the tile.
         crowded = rows <= 16 and num_programs > 3 * facts.num_sms
         config = AttentionConfig(
-            block_m=max(16, next_power_of_2(rows)),
+            block_m=min(max(16, next_power_of_2(rows)), DRAFT_BLOCK_M),
             tile=max(32, min(128, 8192 // dim) // (2 if crowded else 1)),
             num_warps=2 if crowded else 4,
             num_stages=3,
@@ -135,14 +138,14 @@ def choose_config(
     return config
 
 
-def most_splits(num_keys: int, max_seqlen_q: int, row_tiles: int) -> int:
+def most_splits(num_keys: int, max_seqlen_q: int) -> int:
     """Splits of so many keys at most.
 
     Few drafted tokens have many rows, each of which every split writes and the merge reads again: on an H200, 16 tokens
     over 512 take 8.4 us with 8 splits and 12.5 with the 33 that fill the device at longer texts.
     """
     limit = ceil_div(num_keys, MIN_KEYS_PER_SPLIT)
-    return min(limit, 16 // min(row_tiles, 2)) if 1 < max_seqlen_q <= MAX_DRAFTED else limit
+    return min(limit, DRAFT_SPLITS) if 1 < max_seqlen_q <= MAX_DRAFTED else limit
 
 
 @lru_cache(maxsize=4096)

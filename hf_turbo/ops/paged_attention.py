@@ -371,7 +371,7 @@ def paged_attention(
     num_splits = config.num_splits
     if num_splits is None:
         seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
-        max_splits = most_splits(seen, metadata.max_seqlen_q, row_tiles)
+        max_splits = most_splits(seen, metadata.max_seqlen_q)
         slots = facts.num_sms * config.programs_per_sm
         num_splits = choose_num_splits(row_tiles * num_kv_heads * num_seqs, max_splits, slots)
 
