@@ -17,7 +17,7 @@ from hf_turbo.patching import handle_of
 
 NEW_TOKENS = 20
 #: Of those that are accelerated: whose `prepare_inputs_for_generation` no loop of ours knows.
-WITHOUT = {"phi3", "phimoe"}
+WITHOUT = {"ctrl", "phi3", "phimoe"}
 NAMES = [name for name in ZOO if in_this_transformers(name)]
 
 

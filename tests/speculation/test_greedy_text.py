@@ -60,7 +60,7 @@ def one(request):
     return pair(name, **overrides)
 
 
-@pytest.mark.parametrize("name, kind, num_tokens", draft_cases())
+@pytest.mark.parametrize("name, kind, num_tokens", [*draft_cases()])
 def test_s01_draft_models(name, kind, num_tokens):
     architecture, overrides = MODELS[name]
     one, draft = pair(architecture, **overrides), DRAFTS[kind](architecture, **overrides)
