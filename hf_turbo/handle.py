@@ -52,9 +52,9 @@ class PatchHandle:
         self.speculation: Any = None
         #: By what was asked for: a `Paced` drafter.
         self.drafters: dict[str, Any] = {}
-        #: Whether drafts have been verified with this model, and why they can't be; None where that is not known.
+        #: Whether drafts have been verified with this model; and by kinds of calls, why they can't be.
         self.drafts_work = False
-        self.no_drafts: str | None = None
+        self.no_drafts: dict[Any, str] = {}
         #: Makes a context in which another model is patched; see `patching.Borrowed`.
         self.borrow: Any = None
         #: Whether long prompts go through the fused forward: not where that has failed.

@@ -12,7 +12,7 @@ from ..compat import CACHE_NAME
 from .draft_model import MAX_PADDING, DraftModel
 from .paced import Paced, most_drafted, paced
 from .prompt_lookup import PromptLookup
-from .speculation import speculate, why_not_speculate
+from .speculation import ModelUnsuited, speculate, why_not_speculate
 
 #: What Transformers' own assisted loop alone does: other drafters, other rules.
 _OTHER_KINDS = ("assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
@@ -48,16 +48,22 @@ def try_drafts(
     """What the loop for drafted text gives; None, and `report()` says why, where a call can't have it."""
     handle = model._hf_turbo
     call = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    reason = handle.no_drafts or why_not_speculate(*call, synced_gpus, model_kwargs)
+    kind = model.training, frozenset(name for name, x in model_kwargs.items() if x is not None)
+    reason = handle.no_drafts.get(kind) or why_not_speculate(*call, synced_gpus, model_kwargs)
     if reason is None:
         cache: PagedCache = model_kwargs[CACHE_NAME]
         before = cache.get_seq_length()
         try:
-            pace = drafter.pace(len(input_ids))
-            return speculate(*call, streamer, dict(model_kwargs), drafter.drafter, pace)
+            with drafter.pace(len(input_ids), bool(generation_config.do_sample)) as pace:
+                return speculate(*call, streamer, dict(model_kwargs), drafter.drafter, pace)
+        except ModelUnsuited as error:
+            reason = handle.no_drafts[kind] = str(error)
         except DraftsUnsuited as error:
             reason = str(error)
+        if before:
             cache.crop(before - cache.get_seq_length())
+        else:
+            cache.reset()
     handle.step_aside(f"no drafts: {reason}")
     return None
 

@@ -13,7 +13,7 @@ from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..ops.dispatch import argmax
 from .acceptance import Accepted, sample
-from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens
+from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens, cost_to_verify
 from .texts import Texts
 from .tree_steps import TreeSteps
 
@@ -56,19 +56,28 @@ class DraftModel:
                 f"the draft model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: they need the "
                 "same tokenizer. With another one pass assistant_model, tokenizer and assistant_tokenizer to generate()"
             )
-        return DraftModelDrafter(self.model, self.num_tokens, self.adaptive)
+        mine, its = (sum(x.nbytes for x in (*m.parameters(), *m.buffers())) for m in (self.model, model))
+        return DraftModelDrafter(self.model, self.num_tokens, self.adaptive, mine / max(its, 1))
 
 
 class DraftModelDrafter:
-    """A draft model whose vocabulary fits."""
+    """A draft model whose vocabulary fits.
+
+    Args:
+        share: its weights over those of the model that verifies.
+    """
 
     reads_hidden = False
 
-    def __init__(self, model: Any, num_tokens: int, adaptive: bool) -> None:
-        self.model, self.adaptive = model, adaptive
+    def __init__(self, model: Any, num_tokens: int, adaptive: bool, share: float) -> None:
+        self.model, self.adaptive, self._share = model, adaptive, share
         self.sizes = chain_sizes(num_tokens, adaptive)
         #: A context in which the model is patched; set by who can patch models.
         self.borrowed: Any = None
+
+    def cost(self, size: int) -> float:
+        """Of so many steps of the draft model, by its share of the weights, and of verifying their tokens."""
+        return cost_to_verify(size + 1) + size * self._share
 
     def tree_of(self, size: int) -> TokenTree:
         """A chain."""

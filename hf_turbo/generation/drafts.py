@@ -128,6 +128,9 @@ class Drafter(Protocol):
     def reads_hidden(self) -> bool:
         """Whether it needs what the model's head is given."""
 
+    def cost(self, size: int) -> float:
+        """What a round with a draft of this size takes, in plain steps, as far as it can be said without measuring."""
+
     def tree_of(self, size: int) -> TokenTree:
         """The shape of a draft of this size."""
 
@@ -154,6 +157,11 @@ class Speculation(Protocol):
         Raises:
             ValueError: it does not fit this model.
         """
+
+
+def cost_to_verify(num_nodes: int) -> float:
+    """In plain steps: reading the weights is most of a step, and they are read once for all nodes."""
+    return 1 + num_nodes / 64
 
 
 def chain_sizes(longest: int, adaptive: bool) -> tuple[int, ...]:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..cache.token_tree import MAX_NODES, TokenTree
-from ..modeling.head_input import HeadInput
+from ..modeling.head_input import HeadInput, make_watchable
 from ..ops.dispatch import top_ranks
 from ..ops.reference_drafts import MAX_RANKS
 from .acceptance import Accepted
-from .drafts import Draft, DraftContext
+from .drafts import Draft, DraftContext, cost_to_verify
 from .medusa_heads import MedusaHeads, output_projection
 from .medusa_trees import PUBLISHED_TREES, search_tree
 from .texts import Texts
@@ -74,13 +74,16 @@ class Medusa:
         return f"Medusa({str(self.path)!r}, {shape}, adaptive={self.adaptive}{typical})"
 
     def attach(self, model: Any) -> MedusaDrafter:
-        """Reads the heads for a model.
+        """Reads the heads for a model, and lets them see what its own head is given.
 
         Raises:
             ValueError: no heads are there, or they don't fit the model.
         """
         heads = MedusaHeads.from_pretrained(self.path, model)
-        return MedusaDrafter(model, heads, self._shape(heads), self)
+        shape = self._shape(heads)
+        if (change := make_watchable(model)) is not None:
+            model._hf_turbo.undo.append(change)
+        return MedusaDrafter(model, heads, shape, self)
 
     def _shape(self, heads: MedusaHeads) -> TokenTree:
         paths: Sequence[Sequence[int]]
@@ -117,6 +120,10 @@ class MedusaDrafter:
         ranks, depths = torch.tensor(tree.ranks[1:]), torch.tensor(tree.depths[1:])
         self._num_ranks = int(ranks.max()) + 1
         self._places = (depths - 1) * self._num_ranks + ranks
+
+    def cost(self, size: int) -> float:
+        """Of verifying it."""
+        return cost_to_verify(self.tree.num_nodes)
 
     def tree_of(self, size: int) -> TokenTree:
         """The one tree."""

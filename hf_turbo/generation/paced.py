@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,24 +23,51 @@ class Steady(Pace):
         return replace(super().stats(), is_on=True)
 
 
+class Nominal(Pace):
+    """Knows nothing of the clock: a round takes what it would where each token of a draft costs a part of a step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter.sizes)
+        self._costs = {0: 1.0} | {size: drafter.cost(size) for size in drafter.sizes}
+
+    def note(self, size: int, drafted: int, accepted: int, seconds: float, rows: int = 1) -> None:
+        super().note(size, drafted, accepted, self._costs[size], rows)
+
+
 class Paced:
     """A drafter, and how much it is asked for: what pays for one row may not for eight."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self._paces: dict[int | None, Pace] = {}
+        self._of_seeded_calls = PaceStats()
 
-    def pace(self, num_rows: int) -> Pace:
-        """The pace for so many rows."""
+    @contextmanager
+    def pace(self, num_rows: int, is_sampled: bool) -> Iterator[Pace]:
+        """The pace of a call with so many rows.
+
+        Sampled text must be the same again with the same seed, and how much is drafted decides which random numbers are
+        drawn: such a call has a pace of its own, which goes by what is accepted and by nominal durations.
+        """
         kind = Pace if self.drafter.adaptive else Steady
-        return self._paces.setdefault(bucket_of(num_rows), kind(self.drafter.sizes))
+        if not is_sampled:
+            yield self._paces.setdefault(bucket_of(num_rows), kind(self.drafter.sizes))
+            return
+        pace = Nominal(self.drafter) if self.drafter.adaptive else kind(self.drafter.sizes)
+        try:
+            yield pace
+        finally:
+            self._of_seeded_calls = _sum([self._of_seeded_calls, pace.stats()])
 
     def stats(self) -> PaceStats:
         """Of all numbers of rows together; on where one of them is."""
         each = [pace.stats() for pace in self._paces.values()]
-        names = [f.name for f in fields(PaceStats) if f.name != "is_on"]
-        sums = {name: sum(getattr(stats, name) for stats in each) for name in names}
-        return PaceStats(**sums, is_on=not each or any(stats.is_on for stats in each))
+        return replace(_sum([*each, self._of_seeded_calls]), is_on=not each or any(stats.is_on for stats in each))
+
+
+def _sum(each: Sequence[PaceStats]) -> PaceStats:
+    names = [f.name for f in fields(PaceStats) if f.name != "is_on"]
+    return PaceStats(**{name: sum(getattr(stats, name) for stats in each) for name in names})
 
 
 def paced(model: Any, speculation: Speculation) -> Paced:

@@ -9,7 +9,7 @@ import torch
 
 from ..cache.token_tree import TokenTree
 from .acceptance import Accepted
-from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens
+from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens, cost_to_verify
 from .suffix_index import SuffixIndex
 from .texts import Texts
 
@@ -44,6 +44,10 @@ class PromptLookup:
     def attach(self, model: Any) -> PromptLookup:
         """Any model will do."""
         return self
+
+    def cost(self, size: int) -> float:
+        """Of verifying it."""
+        return cost_to_verify(size + 1)
 
     def tree_of(self, size: int) -> TokenTree:
         """A chain."""

@@ -29,6 +29,10 @@ from .tree_steps import TreeSteps
 _ROOT = TokenTree.chain(0)
 
 
+class ModelUnsuited(DraftsUnsuited):
+    """Drafts can't be verified with this model, with any call that has the same kinds of arguments."""
+
+
 def why_not_speculate(
     model: Any,
     input_ids: torch.Tensor,
@@ -79,7 +83,7 @@ def speculate(
     cache: PagedCache = model_kwargs[CACHE_NAME]
     keeps_cache = generation_config.return_dict_in_generate or cache.is_given
     rows = Rows(input_ids, processors, criteria, generation_config, streamer, keeps_cache)
-    watch = cache.head_input = HeadInput(model) if drafter.reads_hidden else None
+    watch = cache.head_input = HeadInput() if drafter.reads_hidden else None
     try:
         outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
@@ -106,8 +110,7 @@ def _probe(model: Any, steps: TreeSteps, drafter: Drafter) -> None:
     try:
         steps.forward(tree, torch.zeros(num_rows, tree.num_nodes, dtype=torch.int64, device=model.device))
     except DraftsUnsuited as error:
-        handle.no_drafts = str(error)
-        raise
+        raise ModelUnsuited(str(error)) from error
     finally:
         if watch is not None:
             watch.value = hidden

@@ -20,6 +20,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.step_cache import StepCache, StepGroup, StepUnsuited
 from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
+from ..ops.attention_config import next_power_of_2
 from ..ops.deferred import DeferredMode, Rule
 from .head_input import HeadInput
 from .model_state import settings
@@ -95,6 +96,8 @@ class StepInputs:
     def num_seqs(self) -> int | None:
         """The cache's rows that a graph has which serves the step; None: there is none for so many."""
         bucket = bucket_of(self.num_rows // self.num_nodes)
+        if bucket is not None and self.tree is not None:
+            bucket = next_power_of_2(bucket)  # rows leave as they end: few graphs for all numbers of them
         return None if bucket is None or bucket * self.num_nodes > _MAX_ROWS else bucket
 
     @property
