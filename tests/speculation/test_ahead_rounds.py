@@ -15,7 +15,7 @@ from hf_turbo.modeling.step_graph import StepInputs
 from hf_turbo.ops import reference
 from hf_turbo.patching import handle_of
 
-NEW = 48
+NEW = 32
 
 
 class Ahead(Step):
@@ -125,7 +125,7 @@ def test_same_text(ahead, tmp_path, name, kind):
             expected = new_text(stock, batch, NEW, **options)
             hf_turbo.patch(model, block_size=4, speculation=speculation)
             register(model)
-            inputs = batch if isinstance(batch, dict) else {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+            inputs = batch if isinstance(batch, dict) else dict(input_ids=batch, attention_mask=torch.ones_like(batch))
             got = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
             assert torch.equal(got[:, inputs["input_ids"].shape[1] :], expected)
             assert used_blocks(model) == 0
