@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hf_turbo.bench.measure import clock, synchronize
 from hf_turbo.bench.models import DTYPES, load_model, load_tokenizer
 from hf_turbo.bench.promise import differences
 from hf_turbo.bench.rows import device_name, versions
@@ -130,11 +130,12 @@ class Forced(Useless):
 
 def timed(model: Any, inputs: dict[str, torch.Tensor], new: int, **options: Any) -> tuple[float, torch.Tensor]:
     """Seconds of a greedy call of so many new tokens, and they."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
+    now = clock(model.device)
+    synchronize(model.device)
+    began = now()
     text = model.generate(**inputs, max_new_tokens=new, do_sample=False, **options)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began, text[:, inputs["input_ids"].shape[1] :]
+    synchronize(model.device)
+    return now() - began, text[:, inputs["input_ids"].shape[1] :]
 
 
 def per_token(call: Callable[[int], float], long: int, short: int, repeats: int) -> float:
@@ -156,7 +157,7 @@ def trees(sizes: Sequence[int]) -> Iterator[tuple[int, TokenTree]]:
 
 
 def rounds(args: argparse.Namespace) -> Iterator[SpeculationRow]:
-    device = torch.device("cuda")
+    device = torch.device(args.device)
     model = patch(load_model(args.model, DTYPES[args.dtype], device))
     vocabulary = model.config.vocab_size
     common = dict(bench="speculation", device=device_name(device), versions=versions(), dtype=args.dtype)
@@ -214,12 +215,12 @@ def batches(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, dic
         for i in range(0, len(texts), args.batch):
             group = texts[i : i + args.batch]
             yield category, dict(
-                tokenizer(group, return_tensors="pt", padding=True, add_special_tokens=False).to("cuda")
+                tokenizer(group, return_tensors="pt", padding=True, add_special_tokens=False).to(args.device)
             )
 
 
 def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
-    device = torch.device("cuda")
+    device = torch.device(args.device)
     model, tokenizer = patch(load_model(args.model, DTYPES[args.dtype], device)), load_tokenizer(args.model)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
@@ -236,7 +237,7 @@ def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     same: dict[tuple[str, str], int] = defaultdict(int)
     tokens: dict[str, int] = defaultdict(int)
     for warm in (True, False):
-        for category, inputs in groups[:: len(groups) // 8] if warm else groups:
+        for category, inputs in groups[:: max(len(groups) // 8, 1)] if warm else groups:
             reference = None
             for name, speculation in variants.items():
                 use(model, speculation)
@@ -288,6 +289,7 @@ def main() -> None:
     parser.add_argument("what", choices=["rounds", "texts"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=[*DTYPES], default="bf16")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)

@@ -117,6 +117,7 @@ class Borrowed:
         self._num_users = 0
         self._handle: PatchHandle | None = None  # while nobody uses it
         self._own: list[tuple[nn.Module, str, Any]] = []
+        self._configs: list[tuple[PreTrainedConfig, dict[str, Any]]] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> Any:
@@ -143,7 +144,7 @@ class Borrowed:
 
     def _patch(self) -> None:
         handle, self._handle = self._handle, None
-        if handle is None or any(vars(original) != before for original, _, before in handle.configs):
+        if handle is None or any(vars(config) != before for config, before in self._configs):
             patch(self._model)
             return
         for module, name, value in self._own:
@@ -158,6 +159,7 @@ class Borrowed:
             unpatch(self._model)
             return
         self._own = [(module, name, getattr(module, name)) for module, name, _ in handle.undo]
+        self._configs = [(original, dict(vars(original))) for original, *_ in handle.configs]
         del self._model.__dict__[_HANDLE]
         self._model.__class__ = original_class(self._model)
         _undo(self._model, handle)
