@@ -84,6 +84,9 @@ class Useless:
 
     def release(self) -> None: ...
 
+    def cost(self, size: int) -> float:
+        return 1.0
+
     def tree_of(self, size: int) -> TokenTree:
         return self.tree
 
@@ -94,6 +97,7 @@ class Useless:
     def begin(self, context: DraftContext) -> Useless:
         return self
 
+    decides = False
     guesses = property(lambda self: self)
     foresees = False
     is_stale = False

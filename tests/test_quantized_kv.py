@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from combinations import few
 from helpers import assert_pool_accounts, forward, generate, groups, probed, prompt, ragged, used_blocks
 from kv_policy import follow_policy, whole_cache
 from steps import step
@@ -95,8 +96,7 @@ def test_greedy(name):
     assert used_blocks(model) == 0
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["qwen2", "window and full"])
+@pytest.mark.parametrize("name, kind", few(["qwen2", "window and full"], ["int8", "fp8"]))
 def test_other_formats(name, kind):
     policy, model = pair(name, kind)
     same_text(policy, model, prompt(1, 110), 40)
@@ -111,8 +111,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "window and full"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode, name", few(MODES, ["llama", "window and full"]))
 def test_modes(name, mode):
     policy, model = pair(name)
     inputs = prompt(1, 110) if mode == "lookup" else ragged(80, 110)
@@ -120,16 +119,15 @@ def test_modes(name, mode):
     assert used_blocks(model) == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "window and full"])
-@pytest.mark.parametrize("chunk", [7, 32, 100])
+@pytest.mark.parametrize("chunk, name", few([7, 32, 100], ["llama", "window and full"]))
 def test_chunks(name, chunk):
     policy, model = pair(name)
     same_text(policy, model, ragged(181, 150), 6, prefill_chunk_size=chunk)
 
 
-@pytest.mark.parametrize("name", ["llama", "wide window", "narrow window"])
-@pytest.mark.parametrize("drafted, draft_is_quantized", [(3, False), (35, True)])
-def test_assisted(name, drafted, draft_is_quantized):
+@pytest.mark.parametrize("name, drafts", few(["llama", "wide window", "narrow window"], [(3, False), (35, True)]))
+def test_assisted(name, drafts):
+    drafted, draft_is_quantized = drafts
     policy, model = pair(name)
     architecture, overrides = MODELS[name]
     draft = build(architecture, noise=0.02, **{"max_position_embeddings": 2048, **overrides})
@@ -213,11 +211,10 @@ def content(cache) -> list[torch.Tensor]:
     return [x for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-EDGES = pytest.mark.parametrize("length", [127, 128, 129])
+EDGES = (127, 128, 129)
 
 
-@EDGES
-@pytest.mark.parametrize("name", ["llama", "window and full"])
+@pytest.mark.parametrize("name, length", few(["llama", "window and full"], EDGES))
 def test_q03_rows_change_places(name, length):
     """With codes and a block that has just become full: as if the tensors had been told to."""
     _, model = pair(name)
@@ -243,14 +240,13 @@ def test_q03_rows_change_places(name, length):
     assert used_blocks(model) == 0
 
 
-@EDGES
+@pytest.mark.parametrize("length", EDGES)
 def test_q03_beams_just_after_codes_were_made(length):
     policy, model = pair("llama")
     same_text(policy, model, prompt(2, length), 5, num_beams=3)
 
 
-@EDGES
-@pytest.mark.parametrize("rejected", [1, 32, 33, B + 3])
+@pytest.mark.parametrize("rejected, length", few([1, 32, 33, B + 3], EDGES))
 def test_q03_rejected_tokens_leave_no_trace(length, rejected):
     """A forward's tokens are taken back, whichever blocks it filled: exactly what a cache has that never saw them."""
     _, model = pair("window and full")
@@ -287,8 +283,7 @@ def test_q03_tokens_of_many_forwards_taken_back(recorded):
     assert used_blocks(model) == never.num_blocks
 
 
-@EDGES
-@pytest.mark.parametrize("brought", [1, 70])
+@pytest.mark.parametrize("brought, length", few([1, 70], EDGES))
 def test_a_forward_that_failed(length, brought):
     """It has made codes, taken blocks and written to some layers; the same tokens may be sent again."""
     _, model = pair("llama")
@@ -334,8 +329,7 @@ def test_memory_that_ran_out(monkeypatch, part, method):
 # Lengths, types and what a cache shows (Q04)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, dtype", few(KINDS, [torch.float32, torch.float16, torch.bfloat16]), ids=str)
 def test_q04_questions_on_one_context(kind, dtype):
     """A context once, then three questions with crops between them."""
     _, model = pair("window and full", kind)

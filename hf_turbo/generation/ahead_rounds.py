@@ -92,9 +92,8 @@ class AheadRound:
     """A round under way: how it comes home, and what was drafted."""
 
     letter: Letter
-    size: int
+    depth: int
     num_drafted: int
-    reach: int
 
 
 class AheadRounds:
@@ -128,28 +127,27 @@ class AheadRounds:
     @property
     def only_plain_under_way(self) -> bool:
         """Whether each round under way brings one token a row."""
-        return all(one.reach == 1 for one in self._under_way)
+        return all(one.depth == 0 for one in self._under_way)
 
-    def launch(self, draft: Draft, size: int) -> bool:
+    def launch(self, draft: Draft) -> bool:
         """Begins a round; False: there can't be one, now or behind those under way.
 
         Args:
             draft: its root does not count where a round is under way: it is on the device then.
-            size: to be told with the outcome.
         """
         tokens = draft.tokens
         if self._following is not None:
             tokens = torch.cat([self._following[:, :1], tokens[:, 1:]], dim=1)
-        return self._launch(draft.tree, tokens, size, draft.num_drafted)
+        return self._launch(draft.tree, tokens, draft.num_drafted)
 
     def launch_root(self) -> bool:
         """The same without a draft, behind a round under way."""
         if self._following is None:
             raise ValueError("no round is under way whose tokens could be gone on from")
         root = self._following if self._following.shape[1] == 1 else self._following[:, :1]
-        return self._launch(_ROOT, root, 0, 0)
+        return self._launch(_ROOT, root, 0)
 
-    def launch_guess(self, size: int) -> bool:
+    def launch_guess(self) -> bool:
         """The same with what the last round guessed; a round without a draft has guessed nothing."""
         if self._guesses is None or self._following is None:
             raise ValueError("no round is under way that guesses")
@@ -157,12 +155,12 @@ class AheadRounds:
         if self._following.shape[1] != tree.num_nodes:
             self._is_closing = True
             return False
-        return self._launch(tree, self._following, size, tree.max_depth * self._num_rows)
+        return self._launch(tree, self._following, tree.max_depth * self._num_rows)
 
-    def _launch(self, tree: TokenTree, tokens: torch.Tensor, size: int, num_drafted: int) -> bool:
+    def _launch(self, tree: TokenTree, tokens: torch.Tensor, num_drafted: int) -> bool:
         guesses = self._guesses if num_drafted else None
         follower = self._followers.setdefault(tree, GreedyFollower(tree, guesses))
-        ahead, last = sum(one.reach for one in self._under_way), self._last
+        ahead, last = sum(one.depth + 1 for one in self._under_way), self._last
         result = None
         if last is not None and tokens is self._following and last.key == follower.key:
             result = self._steps.go_on(tree, last, ahead)
@@ -177,7 +175,7 @@ class AheadRounds:
         outcome, lengths, following = result.result.tensor_split([columns, columns + 1], dim=1)
         self._following, self._lengths = following[: self._num_rows], lengths[: self._num_rows, 0]
         letter = self._spare.pop().send(outcome)
-        self._under_way.append(AheadRound(letter, size, num_drafted, tree.max_depth + 1))
+        self._under_way.append(AheadRound(letter, tree.max_depth, num_drafted))
         return True
 
     def receive(self) -> tuple[list[list[int]], AheadRound]:

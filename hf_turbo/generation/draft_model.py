@@ -67,6 +67,7 @@ class DraftModelDrafter:
         share: its weights over those of the model that verifies.
     """
 
+    decides = False
     reads_hidden = False
 
     def __init__(self, model: Any, num_tokens: int, adaptive: bool, share: float) -> None:

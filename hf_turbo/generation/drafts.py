@@ -11,6 +11,7 @@ import torch
 from ..cache.token_tree import TokenTree
 from ..modeling.head_input import HeadInput
 from .acceptance import Accepted
+from .pace import Pace
 from .texts import Texts
 
 #: Lengths that a chain of drafted tokens may have: few, as a captured step serves one.
@@ -51,6 +52,7 @@ class DraftContext:
         draws: drafts may be drawn from probabilities, too, by way of `Texts.process`.
         head_input: where forwards leave what the model's head is given, if the drafter asked for it.
         max_new: tokens that a row may get; None without a limit.
+        pace: what rounds take.
     """
 
     model: Any
@@ -60,6 +62,7 @@ class DraftContext:
     draws: bool
     head_input: HeadInput | None
     max_new: int | None
+    pace: Pace
 
 
 class Guesses(Protocol):
@@ -123,6 +126,10 @@ class Drafter(Protocol):
     @property
     def adaptive(self) -> bool:
         """Whether how much is drafted follows what is accepted; otherwise it is always the largest size."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether the drafter itself sees at each round what is worth drafting."""
 
     @property
     def reads_hidden(self) -> bool:

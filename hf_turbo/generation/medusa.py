@@ -109,6 +109,7 @@ class MedusaDrafter:
         asked: for.
     """
 
+    decides = False
     reads_hidden = True
 
     def __init__(self, model: Any, heads: MedusaHeads, tree: TokenTree, asked: Medusa) -> None:

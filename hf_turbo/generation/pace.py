@@ -144,6 +144,12 @@ class Pace:
         """What has been noted so far."""
         return replace(self._counts, is_on=self._is_on)
 
+    def relative_cost(self, size: int) -> float | None:
+        """What a round of this size takes, in plain steps; None where either is not known yet."""
+        if not self._is_known(size) or not self._is_known(0):
+            return None
+        return self._duration(size) / max(self._duration(0), _LEAST_SECONDS)
+
     @property
     def _wait(self) -> int:
         """Plain steps to the next probe."""

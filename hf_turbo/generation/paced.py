@@ -34,6 +34,10 @@ class Nominal(Pace):
         super().note(size, drafted, accepted, self._costs[size], rows)
 
 
+class SteadyNominal(Steady, Nominal):
+    """Always the largest draft, which takes what it would."""
+
+
 class Paced:
     """A drafter, and how much it is asked for: what pays for one row may not for eight."""
 
@@ -49,11 +53,12 @@ class Paced:
         Sampled text must be the same again with the same seed, and how much is drafted decides which random numbers are
         drawn: such a call has a pace of its own, which goes by what is accepted and by nominal durations.
         """
-        kind = Pace if self.drafter.adaptive else Steady
+        chooses = self.drafter.adaptive and not self.drafter.decides
         if not is_sampled:
+            kind = Pace if chooses else Steady
             yield self._paces.setdefault(bucket_of(num_rows), kind(self.drafter.sizes))
             return
-        pace = Nominal(self.drafter) if self.drafter.adaptive else kind(self.drafter.sizes)
+        pace = Nominal(self.drafter) if chooses else SteadyNominal(self.drafter)
         try:
             yield pace
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from ..cache.token_tree import TokenTree
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens, cost_to_verify
+from .match_gain import MatchGain
 from .suffix_index import SuffixIndex
 from .texts import Texts
 
@@ -24,26 +27,28 @@ class PromptLookup:
     Args:
         num_tokens: drafted at most, 1 to 63.
         min_match: tokens that a repeated piece has at least.
-        adaptive: fewer tokens, or none, where few are accepted.
+        adaptive: how many tokens are drafted, if any, follows what has been right after pieces as long as this one.
 
     Raises:
         ValueError: a number is not allowed.
     """
 
     reads_hidden = False
+    decides = True
 
-    def __init__(self, num_tokens: int = 15, min_match: int = 2, adaptive: bool = True) -> None:
+    def __init__(self, num_tokens: int = 15, min_match: int = 1, adaptive: bool = True) -> None:
         self.sizes = chain_sizes(check_num_tokens(num_tokens), adaptive)
         if not isinstance(min_match, int) or min_match < 1:
             raise ValueError(f"min_match={min_match!r}: a repeated piece has at least 1 token")
         self.min_match, self.adaptive = min_match, adaptive
+        self._gain = MatchGain()
 
     def __repr__(self) -> str:
         return f"PromptLookup(num_tokens={self.sizes[-1]}, min_match={self.min_match}, adaptive={self.adaptive})"
 
     def attach(self, model: Any) -> PromptLookup:
-        """Any model will do."""
-        return self
+        """Any model will do; what is right there is learnt for each."""
+        return PromptLookup(self.sizes[-1], self.min_match, self.adaptive)
 
     def cost(self, size: int) -> float:
         """Of verifying it."""
@@ -62,7 +67,9 @@ class PromptLookup:
 
     def begin(self, context: DraftContext) -> _Session:
         """Reads the prompts, left padding left out."""
-        return _Session(context, self.sizes, self.min_match)
+        # What depends on earlier calls would draw other random numbers with the same seed.
+        gain = MatchGain() if context.samples else self._gain
+        return _Session(context, self, gain)
 
 
 class _Session:
@@ -70,31 +77,39 @@ class _Session:
     foresees = True
     is_stale = False
 
-    def __init__(self, context: DraftContext, sizes: tuple[int, ...], min_match: int) -> None:
-        self._sizes, self._min_match = sizes, min_match
+    def __init__(self, context: DraftContext, drafter: PromptLookup, gain: MatchGain) -> None:
+        self._drafter, self._gain, self._pace = drafter, gain, context.pace
         texts, mask = context.texts, context.attention_mask
         rows = [texts.row(row)[0].tolist() for row in range(texts.num_rows)]
         if mask is not None:
             leading = (mask[:, : texts.num_prompt].cumsum(1) == 0).sum(1).tolist()
             rows = [row[pad:] for row, pad in zip(rows, leading, strict=True)]
-        self._indices = [SuffixIndex(row) for row in rows]
-        self._seen = [0] * len(rows)  # new tokens that are in the index
+        self._rows = [_Row(row) for row in rows]
 
     def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
-        proposals = []
-        for row, (index, new) in enumerate(zip(self._indices, texts.new, strict=True)):
-            index.extend(new[self._seen[row] :])
-            self._seen[row] = len(new)
-            # The tokens that are not known are taken for those that followed the last time.
-            proposals.append(index.propose(size + num_unknown, self._min_match)[num_unknown:])
+        for row, new in zip(self._rows, texts.new, strict=True):
+            row.read(new, self._drafter.sizes[-1], self._gain)
+        if self._drafter.adaptive:
+            size = self._size(num_unknown)
+        if size == 0:
+            return None
+        # The tokens that are not known are taken for those that followed the last time.
+        proposals = [row.propose(size + num_unknown, self._drafter.min_match)[num_unknown:] for row in self._rows]
         longest = max(map(len, proposals))
         if longest == 0:
             return None
-        length = next(n for n in self._sizes if n >= longest)
+        length = next(n for n in self._drafter.sizes if n >= longest)
         filled = [proposal + [-1] * (length - len(proposal)) for proposal in proposals]
         last = texts.last.unsqueeze(1)
         tokens = torch.cat([last, torch.tensor(filled).to(last.device, non_blocking=True)], dim=1)
         return Draft(TokenTree.chain(length), tokens, sum(map(len, proposals)))
+
+    def _size(self, num_unknown: int) -> int:
+        """How many tokens promise most, by the lengths of the rows' matches; 0: none are worth a try."""
+        matches = [row.match if row.match >= self._drafter.min_match else 0 for row in self._rows]
+        expected = [max(self._gain.expected(match) - num_unknown, 0.0) for match in matches]
+        costs = {size: self._pace.relative_cost(size) or self._drafter.cost(size) for size in self._drafter.sizes}
+        return self._gain.best_size(expected, costs)
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         pass
@@ -103,8 +118,53 @@ class _Session:
         pass
 
     def select(self, rows: Sequence[int]) -> None:
-        self._indices = [self._indices[row] for row in rows]
-        self._seen = [self._seen[row] for row in rows]
+        self._rows = [self._rows[row] for row in rows]
 
     def close(self) -> None:
         pass
+
+
+class _Row:
+    """One row's text, and what would have been drafted lately.
+
+    What would have been right is learnt at each token, drafted or not: it costs a comparison.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._index = SuffixIndex(tokens)
+        self._num_read = 0
+        self._guesses: deque[_Guess] = deque()
+        #: Tokens of the longest piece that is the text's end and was there before.
+        self.match = self._index.match()[0]
+
+    def read(self, new: list[int], num_guessed: int, gain: MatchGain) -> None:
+        """Takes in new tokens, and tells how many of those were right that would have been drafted before each."""
+        for token in new[self._num_read :]:
+            for guess in [guess for guess in self._guesses if guess.ends_with(token)]:
+                gain.note(guess.match, guess.num_right)
+                self._guesses.remove(guess)
+            self._index.append(token)
+            self._num_read += 1
+            self.match = self._index.match()[0]
+            if self.match:
+                self._guesses.append(_Guess(self.match, self._index.propose(num_guessed)))
+
+    def propose(self, num_tokens: int, min_match: int) -> list[int]:
+        """What followed the last time; nothing without a match of so many tokens."""
+        return self._index.propose(num_tokens, min_match)
+
+
+@dataclass
+class _Guess:
+    """What followed a match, while it is not known how much of it is right."""
+
+    match: int
+    tokens: list[int]
+    num_right: int = 0
+
+    def ends_with(self, token: int) -> bool:
+        """Takes in the next token; whether no more can be right."""
+        if self.tokens[self.num_right] != token:
+            return True
+        self.num_right += 1
+        return self.num_right == len(self.tokens)

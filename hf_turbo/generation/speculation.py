@@ -138,7 +138,7 @@ class _Rounds:
         self._rows, self._steps, self._pace = rows, steps, pace
         samples = bool(rows.config.do_sample)
         mask = None if mask is None else mask[:, :-1]
-        context = DraftContext(model, rows.texts, mask, samples, rows.draws, watch, rows.max_new)
+        context = DraftContext(model, rows.texts, mask, samples, rows.draws, watch, rows.max_new, pace)
         self._session = drafter.begin(context)
         self._goes_ahead = rows.is_plain and runs_ahead(rows.prompt.device)
 
@@ -154,9 +154,9 @@ class _Rounds:
                 size = 0 if self._session.is_stale else self._pace.choose()
                 draft = self._session.propose(size, rows.texts) if size else None
                 # A session that has missed what was accepted learns from a round of which the host sees all.
-                ahead = self._goes_ahead and not self._session.is_stale and self._run_ahead(size, draft)
+                ahead = self._goes_ahead and not self._session.is_stale and self._run_ahead(draft)
                 if not ahead:
-                    self._run_one(size, draft)
+                    self._run_one(draft)
             if rows.keeps_cache:
                 self._even_out()
         finally:
@@ -164,7 +164,7 @@ class _Rounds:
             self._steps.close()
         return rows.result(self._steps.cache)
 
-    def _run_one(self, size: int, draft: Draft | None) -> None:
+    def _run_one(self, draft: Draft | None) -> None:
         """One round, from a draft to its outcome."""
         began, rows = time.perf_counter(), self._rows
         draft = draft or self._root()
@@ -177,12 +177,12 @@ class _Rounds:
         num_open = rows.done.count(False)
         added, num_accepted = rows.take(accepted)
         self._steps.keep(added)
-        self._note(size, draft.num_drafted, num_accepted, began, num_open)
+        self._note(tree.max_depth, draft.num_drafted, num_accepted, began, num_open)
 
-    def _run_ahead(self, size: int, draft: Draft | None) -> bool:
+    def _run_ahead(self, draft: Draft | None) -> bool:
         """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
         ahead = AheadRounds(self._steps, self._session.guesses)
-        if not ahead.launch(draft or self._root(), size):
+        if not ahead.launch(draft or self._root()):
             return False
         began = time.perf_counter()
         while ahead.num_under_way:
@@ -202,13 +202,13 @@ class _Rounds:
         size, session = self._pace.choose(), self._session
         if num_under_way == 0:
             draft = (session.propose(size, self._rows.texts) if size else None) or self._root()
-            return ahead.launch(draft, size)
+            return ahead.launch(draft)
         if session.guesses is not None:
-            return ahead.launch_guess(size) if size else ahead.launch_root()
+            return ahead.launch_guess() if size else ahead.launch_root()
         if not ahead.only_plain_under_way or (size and not session.foresees):
             return False
         foreseen = session.propose(size, self._rows.texts, num_under_way) if size else None
-        return ahead.launch_root() if foreseen is None else ahead.launch(foreseen, size)
+        return ahead.launch_root() if foreseen is None else ahead.launch(foreseen)
 
     def _receive(self, ahead: AheadRounds, began: float) -> float:
         """Takes in the oldest round's outcome; answers with when that was."""
@@ -216,7 +216,7 @@ class _Rounds:
         num_open = self._rows.done.count(False)
         added, num_accepted = self._rows.take_numbers(numbers)
         self._steps.note(added)
-        self._note(one.size, one.num_drafted, num_accepted, began, num_open)
+        self._note(one.depth, one.num_drafted, num_accepted, began, num_open)
         return time.perf_counter()
 
     def _are_enough(self, num_under_way: int) -> bool:
@@ -229,8 +229,7 @@ class _Rounds:
         return Draft(_ROOT, self._rows.texts.last.unsqueeze(1), 0)
 
     def _note(self, size: int, num_drafted: int, num_accepted: int, began: float, num_open: int) -> None:
-        # Without a match a lookup has cost nothing: that was a plain step.
-        drafted = min(num_drafted, size * num_open)
+        drafted = min(num_drafted, size * num_open)  # rows that have ended don't count
         seconds = time.perf_counter() - began
         self._pace.note(size if drafted else 0, drafted, min(num_accepted, drafted), seconds, max(num_open, 1))
 

@@ -5,13 +5,13 @@ less than 16 bytes fails here and not on somebody's GPU. Run as a script, this f
 compiles: Triton must not be in interpreter mode there.
 """
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import pytest
 
 #: Multiprocessors, and bytes of shared memory a block may have.
 DEVICES = {80: (108, 166912), 86: (84, 101376), 90: (132, 232448)}
+#: Compiled for by default; the others where there is time.
+NEWEST = 90
 
 #: Two kernels that use a fraction of the registers have a stack frame of 8 bytes all the same; a spill is larger.
 STACK_BYTES = 8
@@ -46,7 +48,7 @@ CASES = {
         "cap": 50.0,
     },
 }
-#: What to compile for each device when time is short: all for the newest, the largest kernels for the others.
+#: What to compile for each device test by test: all for the newest, the largest kernels for the others.
 QUICK = {
     80: ["decode", "decode-fp32", "chunk", "chunk-d256-window-cap"],
     86: ["decode-d256-window-cap", "chunk", "chunk-d256-window-cap"],
@@ -104,7 +106,7 @@ INT4_CASES = {
     "int4-8bit-64-fp16": {"rows": 64, "bits": 8, "dtype": "float16"},
     "int4-65-asymmetric": {"rows": 65, "zeros": True},
 }
-#: What of them to compile for each device when time is short.
+#: What of them to compile for each device test by test.
 QUICK_INT4 = {
     80: ["int4-gate-up-1-places", "int4-down-16", "int4-gate-up-64-asymmetric-group32", "int4-65-asymmetric"],
     86: ["int4-8bit-1", "int4-fp32-16", "int4-qkv-64", "int4-8bit-64-fp16"],
@@ -377,15 +379,20 @@ def compile_all(capability, cases):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    def compile_quick(capability):
-        int4 = {name: INT4_CASES[name] for name in QUICK_INT4[capability]}
-        cases = {name: CASES[name] for name in QUICK[capability]} | LAYER_CASES | LINEAR_CASES | int4
-        return compile_all(capability, cases)
+@functools.cache
+def compiled(capability):
+    """What the tests below look at, compiled by one subprocess a device."""
+    int4 = {name: INT4_CASES[name] for name in QUICK_INT4[capability]}
+    cases = {name: CASES[name] for name in QUICK[capability]} | LAYER_CASES | LINEAR_CASES | int4
+    return compile_all(capability, cases)
 
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(QUICK, threads.map(compile_quick, QUICK)))
+
+def on_devices(quick):
+    """`capability, name` of a test: all but the newest device's are slow."""
+    for capability, names in quick.items():
+        marks = [] if capability == NEWEST else pytest.mark.slow
+        for name in names:
+            yield pytest.param(capability, name, marks=marks)
 
 
 def check_kernels(facts, capability, case):
@@ -402,17 +409,16 @@ def check_kernels(facts, capability, case):
     return names
 
 
-@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK.items() for name in names])
-def test_compiles_without_spills(compiled, capability, name):
-    names = check_kernels(compiled[capability][name], capability, CASES[name])
+@pytest.mark.parametrize("capability, name", on_devices(QUICK))
+def test_compiles_without_spills(capability, name):
+    names = check_kernels(compiled(capability)[name], capability, CASES[name])
     if name == "decode":
         assert names[2:] == ["_merge_splits_kernel"]
 
 
-@pytest.mark.parametrize("name", LAYER_CASES)
-@pytest.mark.parametrize("capability", DEVICES)
-def test_layer_compiles_without_spills(compiled, capability, name):
-    facts = compiled[capability][name]
+@pytest.mark.parametrize("capability, name", on_devices(dict.fromkeys(DEVICES, LAYER_CASES)))
+def test_layer_compiles_without_spills(capability, name):
+    facts = compiled(capability)[name]
     assert isinstance(facts, list), facts
     assert [kernel["name"] for kernel in facts] == ["_rms_norm_kernel", "_rotary_store_kv_kernel", "_gated_kernel"]
     for kernel in facts:
@@ -421,10 +427,9 @@ def test_layer_compiles_without_spills(compiled, capability, name):
         assert kernel["waits"] == (capability >= 90), kernel
 
 
-@pytest.mark.parametrize("name", LINEAR_CASES)
-@pytest.mark.parametrize("capability", DEVICES)
-def test_linear_compiles_without_spills(compiled, capability, name):
-    facts = compiled[capability][name]
+@pytest.mark.parametrize("capability, name", on_devices(dict.fromkeys(DEVICES, LINEAR_CASES)))
+def test_linear_compiles_without_spills(capability, name):
+    facts = compiled(capability)[name]
     assert isinstance(facts, list), facts
     for kernel in facts:
         assert kernel["stack"] <= STACK_BYTES, kernel
@@ -442,9 +447,9 @@ def int4_kernels(case):
     return [*(["_rms_norm_kernel", "_permute_columns_kernel"] if case.get("perm") else []), kernel]
 
 
-@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_INT4.items() for name in names])
-def test_int4_compiles_without_spills(compiled, capability, name):
-    check_int4_kernels(compiled[capability][name], capability, name)
+@pytest.mark.parametrize("capability, name", on_devices(QUICK_INT4))
+def test_int4_compiles_without_spills(capability, name):
+    check_int4_kernels(compiled(capability)[name], capability, name)
 
 
 def check_int4_kernels(facts, capability, name):
@@ -461,10 +466,10 @@ def check_int4_kernels(facts, capability, name):
             assert kernel["vector_loads"] or 16 in kernel["async_copies"], kernel  # the codes
 
 
-@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_INT4.items() for name in names])
-def test_int4_goes_from_memory_to_tensor_cores(compiled, capability, name):
+@pytest.mark.parametrize("capability, name", on_devices(QUICK_INT4))
+def test_int4_goes_from_memory_to_tensor_cores(capability, name):
     """With up to 16 rows each warp works by itself: the loop over columns has no shared memory and no shuffles."""
-    for kernel in compiled[capability][name]:
+    for kernel in compiled(capability)[name]:
         if kernel["name"] == "int4_rows_kernel":
             wanted = [] if name == "int4-qkv-1" else [0]  # that one is done in two steps
             assert kernel["exchanges_in_loop"] == wanted, kernel

@@ -3,12 +3,12 @@
 Run as a script, this file is the subprocess that compiles.
 """
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ CASES = {
     "fp8-d64-block128": {"fmt": "fp8", "dims": (64, 64), "block_size": 128},
     "int8-d96-fp32": {"dims": (96, 96), "dtype": "float32"},
 }
-#: What to compile for each device when time is short.
+#: What to compile for each device test by test.
 QUICK = {80: ["int4-d80-d112-block32-fp16"], 86: ["fp8-d64-block128"], 90: ["int8", "int4"]}
 # The largest tiles.
 SLOW_CASES = CASES | {
@@ -119,14 +119,11 @@ def compile_all(capability, cases):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    def compile_quick(capability):
-        names = [*QUICK[capability], *QUICK_ATTENTION[capability]]
-        return compile_all(capability, {name: (CASES | ATTENTION)[name] for name in names})
-
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(QUICK, threads.map(compile_quick, QUICK), strict=True))
+@functools.cache
+def compiled(capability):
+    """What the tests below look at, compiled by one subprocess a device."""
+    names = [*QUICK[capability], *QUICK_ATTENTION[capability]]
+    return compile_all(capability, {name: (CASES | ATTENTION)[name] for name in names})
 
 
 def check_kernels(facts, capability, name):
@@ -140,9 +137,9 @@ def check_kernels(facts, capability, name):
         assert not any(kernel[name] for name in inexact), kernel
 
 
-@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK.items() for name in names])
-def test_compiles_without_spills(compiled, capability, name):
-    check_kernels(compiled[capability][name], capability, name)
+@pytest.mark.parametrize("capability, name", ahead.on_devices(QUICK))
+def test_compiles_without_spills(capability, name):
+    check_kernels(compiled(capability)[name], capability, name)
 
 
 def check_attention(facts, capability, name):
@@ -157,9 +154,9 @@ def check_attention(facts, capability, name):
         assert min(kernel["async_copies"]) >= 4 and kernel["async_copies"].count(16) > 4, kernel
 
 
-@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK_ATTENTION.items() for name in names])
-def test_attention_compiles_without_spills(compiled, capability, name):
-    check_attention(compiled[capability][name], capability, name)
+@pytest.mark.parametrize("capability, name", ahead.on_devices(QUICK_ATTENTION))
+def test_attention_compiles_without_spills(capability, name):
+    check_attention(compiled(capability)[name], capability, name)
 
 
 @pytest.mark.slow

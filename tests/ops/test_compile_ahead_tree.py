@@ -4,11 +4,11 @@ Run as a script, this file is the subprocess that compiles.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ CASES = {
     "64-int8-block128": {"fmt": "int8", "block_size": 128},
     "64-int4-d80-block32": {"fmt": "int4", "dims": (80, 80), "block_size": 32},
 }
-#: What to compile for each device when time is short.
+#: What to compile for each device test by test.
 QUICK = {80: ["64", "64-int4"], 90: ["64", "64-d256-window-cap", "64-int8"]}
 
 
@@ -82,10 +82,10 @@ def compile_all(capability, names):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(QUICK, threads.map(compile_all, QUICK, QUICK.values())))
+@functools.cache
+def compiled(capability):
+    """What the tests below look at, compiled by one subprocess a device."""
+    return compile_all(capability, QUICK[capability])
 
 
 def check_kernels(facts, capability, name):
@@ -103,9 +103,9 @@ def check_kernels(facts, capability, name):
     assert move["vector_loads"] and move["shared"] == 0, move
 
 
-@pytest.mark.parametrize("capability, name", [(c, name) for c, names in QUICK.items() for name in names])
-def test_compiles_without_spills(compiled, capability, name):
-    check_kernels(compiled[capability][name], capability, name)
+@pytest.mark.parametrize("capability, name", ahead.on_devices(QUICK))
+def test_compiles_without_spills(capability, name):
+    check_kernels(compiled(capability)[name], capability, name)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from combinations import few
 from drafting import (
     RAGGED,
     SINGLE,
@@ -98,8 +99,7 @@ def test_s09_processors(way, batch, folder):
         assert used_blocks(one.model) == 0
 
 
-@pytest.mark.parametrize("way", ["lookup argument", "lookup", "heads", "tree", "chain"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name, way", few(["llama", "gemma3_text"], ["lookup argument", "lookup", "heads", "tree", "chain"]))
 def test_s09_a_seed_gives_the_plain_text(name, way, folder):
     """Every token is the model's own draw, in the order of the text: the same numbers give the same tokens."""
     one = pair(name)
@@ -325,9 +325,7 @@ def test_pipelines(way, folder):
 # Vocabularies
 
 
-@pytest.mark.parametrize("by", ["argument", "patch"])
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("size", [120, 136])
+@pytest.mark.parametrize("size, sampled, by", few([120, 136], [False, True], ["argument", "patch"], together=2))
 def test_vocabularies_of_different_padding(size, sampled, by):
     one, draft = pair("llama"), build("llama", vocab_size=size)
     with torch.no_grad():

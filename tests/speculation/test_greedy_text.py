@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from combinations import few
 from drafting import (
     RAGGED,
     SINGLE,
@@ -42,15 +43,24 @@ DRAFTS = {
 }
 PROMPTS = {"one token": prompt(1, 1), "40 tokens": prompt(1, 40), "several rows": RAGGED}
 #: Drafts that are wrong take many forwards: the others are tried where there is time.
-QUICK = {("llama", "first layer", 5), ("window of 8", "random", 5), ("window of 3", "random", 2)}
+QUICK = {
+    *(("llama", "same", num_tokens) for num_tokens in (1, 2, 5, 20)),
+    ("gpt2", "same", 5),
+    ("window of 8", "same", 2),
+    ("window of 8", "same", 20),
+    ("window of 3", "same", 5),
+    ("window of 3", "same", 20),
+    ("llama", "first layer", 5),
+    ("window of 8", "random", 5),
+    ("window of 3", "random", 2),
+}
 
 
 def draft_cases():
     for name in MODELS:
         for kind in DRAFTS:
             for num_tokens in (1, 2, 5, 20):
-                is_quick = kind == "same" or (name, kind, num_tokens) in QUICK
-                marks = [] if is_quick else pytest.mark.slow
+                marks = [] if (name, kind, num_tokens) in QUICK else pytest.mark.slow
                 yield pytest.param(name, kind, num_tokens, id=f"{name}-{kind}-{num_tokens}", marks=marks)
 
 
@@ -73,8 +83,9 @@ def test_s01_draft_models(name, kind, num_tokens):
         assert seen.acceptance_rate < 0.1
 
 
-@pytest.mark.parametrize("num_tokens, block_size", [(1, 16), (3, 1), (20, 4)])
-def test_s01_prompt_lookup(one, num_tokens, block_size):
+@pytest.mark.parametrize("one, lookup", few(MODELS, [(1, 16), (3, 1), (20, 4)]), indirect=["one"])
+def test_s01_prompt_lookup(one, lookup):
+    num_tokens, block_size = lookup
     drafted(one, PromptLookup(num_tokens, min_match=1, adaptive=False), block_size)
     for inputs in PROMPTS.values():
         seen = assert_same_text(one, inputs)
@@ -93,15 +104,16 @@ def test_m01_any_tree_of_which_any_part_is_right(one, tree, block_size):
         assert seen.rounds < 64
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("one, tree", few(MODELS, TREES), indirect=["one"])
 def test_m01_random_heads(one, tree, tmp_path):
     heads = heads_of(one.model, tmp_path, num_heads=5)
     drafted(one, Medusa(heads, tree=TREES[tree], adaptive=False))
     assert_same_text(one, RAGGED, 32)
 
 
-@pytest.mark.parametrize("block_size, length", [(4, 3), (4, 4), (4, 5), (16, 15), (16, 16), (16, 17)])
-def test_prompts_that_end_at_a_blocks_edge(one, length, block_size):
+@pytest.mark.parametrize("one, edge", few(MODELS, [(4, 3), (4, 4), (4, 5), (16, 15), (16, 16), (16, 17)]), indirect=["one"])
+def test_prompts_that_end_at_a_blocks_edge(one, edge):
+    block_size, length = edge
     inputs = prompt(1, length)
     for tree in ("full 2x2x2", "chain of 5"):
         drafted(one, Knowing(one.plain(inputs, 24), tree_of(tree)), block_size)
@@ -201,8 +213,7 @@ class SilentOfOne(Knowing):
         return draft
 
 
-@pytest.mark.parametrize("name", ["llama", "window of 8"])
-@pytest.mark.parametrize("tree", ["full 2x2x2", "chain of 5"])
+@pytest.mark.parametrize("name, tree", few(["llama", "window of 8"], ["full 2x2x2", "chain of 5"]))
 def test_s06_rows_that_accept_differently(name, tree):
     """One is always right, one never, one ends early: each as if it were alone, with padding after its end."""
     one = pair(MODELS[name][0], **MODELS[name][1])

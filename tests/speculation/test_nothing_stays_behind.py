@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from combinations import few
 from drafting import RAGGED, SINGLE, Knowing, assert_same_text, drafted, heads_of, pair, random_model, stats, tree_of
 from helpers import assert_pool_accounts, generate, new_text, prompt, stepped_aside, used_blocks
 from tiny_models import build
@@ -71,8 +72,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name, way", few(["llama", "gemma3_text"], WAYS))
 def test_a_processor_that_raises(name, way, tmp_path):
     """In the middle of a round: the next call is right."""
     one = pair(name)
@@ -87,8 +87,7 @@ def test_a_processor_that_raises(name, way, tmp_path):
     assert_same_text(one, SINGLE)
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 5])
-@pytest.mark.parametrize("who", ["model", "draft"])
+@pytest.mark.parametrize("who, when", few(["model", "draft"], [1, 2, 3, 5]))
 def test_a_forward_that_raises(who, when):
     """The prompt's, the first that sees whether drafts work, and later ones; with a cache of the caller's, too."""
     one = pair("gemma3_text")

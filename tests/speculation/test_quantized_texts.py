@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from combinations import few
 from drafting import TREES, Knowing, heads_of, random_model, tree_of
 from helpers import assert_pool_accounts, generate, groups, prompt, ragged, stepped_aside, used_blocks
 from kv_policy import follow_policy, whole_cache
@@ -79,8 +80,7 @@ def test_any_tree(name, kind):
         assert_is_text(model, batch, want)
 
 
-@pytest.mark.parametrize("length", [95, 96, 97, 127, 128, 129])
-@pytest.mark.parametrize("name", ["llama", "window and full"])
+@pytest.mark.parametrize("name, length", few(["llama", "window and full"], [95, 96, 97, 127, 128, 129]))
 def test_prompts_that_end_at_a_blocks_edge(name, length):
     policy, model = policy_and_model(name, "int4", 32)
     batch = prompt(1, length)
