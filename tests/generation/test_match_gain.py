@@ -26,7 +26,8 @@ def test_learns_what_a_match_is_worth():
 
 
 @pytest.mark.parametrize(
-    "expected, size", [([0.0], 0), ([0.05], 0), ([0.2], 1), ([0.5], 3), ([40.0], 15), ([0.0, 40.0], 15), ([0.0] * 9 + [0.5], 0)]
+    "expected, size",
+    [([0.0], 0), ([0.05], 0), ([0.2], 1), ([0.5], 3), ([40.0], 15), ([0.0, 40.0], 15), ([0.0] * 9 + [0.5], 0)],
 )
 def test_size_by_what_is_expected(expected, size):
     assert MatchGain().best_size(expected, COSTS) == size
