@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from combinations import few
 from helpers import assert_pool_accounts, generate, needs_gpu, prompt, ragged, twins, used_blocks
 from loop_cases import CountingCriterion, CountingProcessor, assert_same, both, own_loops, stock_loops
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -55,9 +56,9 @@ def shortcuts_are_right(monkeypatch):
 EOS = {"none": None, "early": [9], "many": list(range(40)), "most": list(range(3, 110)), "all": list(range(1, 127))}
 
 
-@pytest.mark.parametrize("eos", EOS)
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.5])
+@pytest.mark.parametrize(
+    "length_penalty, early_stopping, eos", few([-1.0, 0.0, 1.5], [True, False, "never"], EOS, together=2)
+)
 def test_same_as_transformers_loop(pairs, early_stopping, length_penalty, eos):
     stock, model = pairs("llama")
     options = {

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from combinations import few
 from helpers import (
     accelerated,
     assert_no_worse,
@@ -175,8 +176,7 @@ C07_MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", C07_MODES)
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("name, mode", few(["mistral", "gemma2", "gemma3_text"], C07_MODES))
 def test_c07_windows(name, mode):
     stock, model = pair(name, 4)
     for length in (7, 8, 9, 20):

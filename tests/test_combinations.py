@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 from combinations import few
 
+
 def test_each_value_and_each_pair():
     axes = [range(4), "abc", [True, False]]
     for together in (1, 2, 3):

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from generate_cases import CASES, NEW_TOKENS, PLAIN, RAGGED, run
-from tiny_models import ACCELERATED, COMMON, ZOO, build, build_without, expectation, in_this_transformers
+from tiny_models import ACCELERATED, COMMON, THOROUGH, ZOO, build, build_without, expectation, in_this_transformers
 
 import hf_turbo
 
@@ -102,8 +102,6 @@ def assert_as_unpatched(lab: Lab, case: str, result: dict | Exception) -> str | 
     return f"{refusal}; patched gives the text of {text_of!r}"
 
 
-#: One of each kind of attention and of what steps aside.
-THOROUGH = {"bloom", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "llama4_text", "mistral", "mixtral", "phi3"}
 #: Of the other common architectures, each runs every so many-th case, beginning at another one than its neighbour.
 SHARE = 4
 

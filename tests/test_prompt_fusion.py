@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import stepped_aside
-from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transformers
+from tiny_models import ACCELERATED, COMMON, ZOO, build, expectation, in_this_transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_turbo
@@ -33,7 +33,14 @@ def left_padded():
     return prompt, mask, mask.cumsum(1).sub(1).clamp(min=0)
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if in_this_transformers(name)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow)
+        for name in ZOO
+        if in_this_transformers(name)
+    ],
+)
 def test_a_prompt_equals_the_models_own(name):
     """Its logits, and those of a step after it: what was cached is right, too."""
     model = build(name)

@@ -315,7 +315,7 @@ ZOO: dict[str, Tiny] = {
     "t5": Tiny({"decoder_start_token_id": PAD}, gain=4.0, seed=5, expect=STEPS_ASIDE, seq2seq=True),
 }
 
-# What most people run, and one of each kind: these take every case of the matrix each time.
+# What most people run, and one of each kind: these take more cases of the matrix than the others.
 COMMON = set(
     """
     bart bloom cohere cohere2 deepseek_v3 doge exaone4 falcon gemma gemma2 gemma3_text gemma4_text glm4
@@ -325,6 +325,10 @@ COMMON = set(
     """.split()  # noqa: SIM905
 )
 assert ZOO.keys() >= COMMON
+
+# One of each kind of attention, and of what steps aside: what is tried in every way.
+THOROUGH = {"bloom", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "llama4_text", "mistral", "mixtral", "phi3"}
+assert COMMON >= THOROUGH
 
 
 def in_this_transformers(name: str) -> bool:

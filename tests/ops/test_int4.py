@@ -6,6 +6,7 @@ import itertools
 import pytest
 import quantized
 import torch
+from combinations import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,9 +89,7 @@ def test_pack_weight(bits, group_size, zeros, perm):
     assert (order is not None) == perm
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype, bits, group_size", few(TOLERANCES, [4, 8], [32, 64, 128, 256], together=2), ids=str)
 def test_dequantize(dtype, bits, group_size):
     for zeros in (False, True):
         weight, _ = random_weight(40, 200, group_size, bits, zeros)
@@ -108,12 +107,16 @@ def test_dequantize_orders_columns():
 STREAM = Int4Config(stream=True, strips=1, units=2, shares=2, num_warps=2, ahead=True)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("bits, group_size, zeros, perm", [
+#: Bits, group size, with zero points, in an order of their own.
+FORMATS_OF_FEW_ROWS = [
     (4, 32, False, False), (4, 32, True, False), (4, 64, True, True), (4, 128, False, False), (4, 128, True, False),
     (4, 48, False, True), (4, 300, True, False), (8, 32, False, True), (8, 64, True, False), (8, 128, False, False),
-])  # fmt: skip
-def test_few_rows(dtype, bits, group_size, zeros, perm):
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, quantization", few(TOLERANCES, FORMATS_OF_FEW_ROWS), ids=str)
+def test_few_rows(dtype, quantization):
+    bits, group_size, zeros, perm = quantization
     cases = [(1, 256, True), (11, 300, False), (11, 256, True), (1, 300, False)]
     # Triton's interpreter is slow: half of the cases there.
     for rows, columns, ahead in cases if DEVICE == "cuda" else cases[:2]:
@@ -129,11 +132,14 @@ def test_shapes_of_programs(strips, shares, units):
     check(3, weights, torch.float16, biases="yny", config=config)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("bits, group_size, zeros, perm", [
+FORMATS_OF_MORE_ROWS = [
     (4, 32, True, False), (4, 64, False, True), (4, 128, True, False), (8, 32, False, False), (8, 128, True, True),
-])  # fmt: skip
-def test_more_rows(dtype, bits, group_size, zeros, perm):
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, quantization", few(TOLERANCES, FORMATS_OF_MORE_ROWS), ids=str)
+def test_more_rows(dtype, quantization):
+    bits, group_size, zeros, perm = quantization
     for columns, shares in ((256, 1), (300, 3))[:: 1 if DEVICE == "cuda" or zeros else -2]:
         weight = random_weight(70, columns, group_size, bits, zeros, perm)
         check(20, [weight], dtype, config=Int4Config(False, 4, 1, shares, 4, num_stages=2))
@@ -148,8 +154,7 @@ def test_what_is_folded_in(rows):
     check(rows, [*pair, random_weight(20, 128, zeros=True)], torch.float16, biases="nyn")
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("last_first, pairs", few([False, True], [False, True]))
 def test_what_other_versions_of_triton_prefer(monkeypatch, pairs, last_first):
     monkeypatch.setattr(ops, "K_IN_PAIRS", pairs)
     monkeypatch.setattr(ops, "LAST_FIRST", last_first)

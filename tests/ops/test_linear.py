@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+from combinations import few
 
 from hf_turbo.ops import linear as ops
 from hf_turbo.ops import reference_linear as reference
@@ -77,9 +78,9 @@ def test_many_rows(rows, k, sizes, biases, dtype, config):
     make_case(rows, k, sizes, dtype, biases).check(config)
 
 
-@pytest.mark.parametrize("config", [GEMV, DOT, SPLIT])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("biases", ["", "ny"])
+@pytest.mark.parametrize(
+    "biases, activation, config", few(["", "ny"], ["silu", "gelu", "gelu_tanh"], [GEMV, DOT, SPLIT], together=2)
+)
 def test_gated(activation, biases, config):
     case = make_case(3, 200, (21, 21), torch.float32, biases, activation=activation)
     case.x *= 4  # to where the activations bend and saturate

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+from combinations import few
 from oracle import allowed_error, expected, make_case
 
 from hf_turbo.ops.attention_config import AttentionConfig, choose_num_splits
@@ -24,36 +25,32 @@ def check(case, config=None):
     return out
 
 
-CONFIGS = pytest.mark.parametrize("config", [SMALL, PEELED, SPLIT], ids=["plain", "peeled", "split"])
+CONFIGS = {"plain": SMALL, "peeled": PEELED, "split": SPLIT}
 
 
-@CONFIGS
-@pytest.mark.parametrize("block_size", [8, 16, 48, 64])
+@pytest.mark.parametrize("config, block_size", few(CONFIGS, [8, 16, 48, 64]))
 def test_decode(config, block_size):
     case = make_case([1, 1, 1], [1, 37, 64], block_size=block_size, num_segments=2, device=DEVICE)
-    check(case, config)
+    check(case, CONFIGS[config])
 
 
-@CONFIGS
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("config, block_size", few(CONFIGS, [8, 16]))
 def test_prompt_chunks(config, block_size):
     """Ragged chunks over filled caches, a sequence without queries, and a fresh one, in one launch."""
     case = make_case([9, 0, 1, 21], [40, 7, 18, 21], block_size=block_size, num_segments=3, device=DEVICE)
-    check(case, config)
+    check(case, CONFIGS[config])
 
 
-@CONFIGS
-@pytest.mark.parametrize("window", [1, 5, 20, 100])
+@pytest.mark.parametrize("config, window", few(CONFIGS, [1, 5, 20, 100]))
 def test_sliding_window(config, window):
     case = make_case([12, 1, 1], [45, 50, 3], block_size=8, sliding_window=window, num_segments=2, device=DEVICE)
-    check(case, config)
+    check(case, CONFIGS[config])
 
 
-@CONFIGS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("config, dtype", few(CONFIGS, [torch.float32, torch.float16]))
 def test_soft_cap(config, dtype):
     case = make_case([3, 1], [20, 33], logit_softcap=1.5, dtype=dtype, device=DEVICE)
-    check(case, config)
+    check(case, CONFIGS[config])
 
 
 def test_soft_cap_of_small_scores_keeps_fp32():
@@ -62,21 +59,20 @@ def test_soft_cap_of_small_scores_keeps_fp32():
     check(case, SMALL)
 
 
-@CONFIGS
+@pytest.mark.parametrize("config", CONFIGS)
 def test_sinks(config):
     case = make_case([3, 1, 1], [20, 33, 1], sinks=True, device=DEVICE)
-    check(case, config)
+    check(case, CONFIGS[config])
 
 
-@CONFIGS
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("config, sinks", few(CONFIGS, [False, True]))
 def test_rows_that_see_nothing_are_zero(config, sinks):
     """The padding sequences of a fixed-shape batch: one query, a length of zero."""
     case = make_case([1, 1], [20, 16], sinks=sinks, num_segments=2, device=DEVICE)
     case.metadata.seq_lens[1] = case.metadata.seq_lens_cpu[1] = 0
     case.metadata.block_tables[1] = (1 << 31) - 1
     out = torch.full_like(case.q, torch.nan)
-    paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=config)
+    paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=CONFIGS[config])
     assert (out[1] == 0).all()
     error = (out[0].double() - expected(case)[0]).abs().max().item()
     assert error <= allowed_error(case)
@@ -88,8 +84,10 @@ def test_groups(num_heads, num_kv_heads):
     check(case, SMALL)
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (40, 40), (72, 72), (96, 96), (192, 128), (32, 64), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+SIZES = [(8, 8), (40, 40), (72, 72), (96, 96), (192, 128), (32, 64), (256, 256)]
+
+
+@pytest.mark.parametrize("dtype, dims", few([torch.float32, torch.float16], SIZES), ids=str)
 def test_head_sizes(dims, dtype):
     case = make_case([2], [19], k_dim=dims[0], v_dim=dims[1], dtype=dtype, num_segments=2, device=DEVICE)
     check(case, SPLIT)
@@ -107,8 +105,7 @@ def test_layouts_and_strided_arguments(layout):
     assert wide.isnan().all()
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 192])
-@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("tile, block_size", few([32, 64], [16, 64, 192]))
 def test_tiles_smaller_and_larger_than_blocks(block_size, tile):
     case = make_case([1, 6], [200, 70], block_size=block_size, num_segments=2, device=DEVICE)
     check(case, dataclasses.replace(PEELED, tile=tile, num_splits=2))

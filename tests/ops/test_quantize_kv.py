@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from combinations import few
 
 from hf_turbo.ops import kv_codes
 from hf_turbo.ops.block_ids import SEGMENT_BITS, SEGMENT_MASK
@@ -177,8 +178,7 @@ class StoreCase:
         return sum(len(self.coded(b)) for b in range(len(self.seq_lens)) if b not in self.padding)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype, fmt", few([torch.float32, torch.float16, torch.bfloat16], FORMATS))
 def test_fresh_prompts(fmt, dtype):
     """Of three lengths: with codes, without, and of a few tokens."""
     case = StoreCase([33 * 4, 40, 2], [33 * 4, 40, 2], fmt, holds_new=False, dtype=dtype)
@@ -228,15 +228,13 @@ def test_keep_last_of_a_chunk():
     assert list(case.coded(0)) == [4, 5] and case.check()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dims", [(80, 48), (96, 112), (16, 128), (256, 64)])
+@pytest.mark.parametrize("dims, fmt", few([(80, 48), (96, 112), (16, 128), (256, 64)], FORMATS))
 def test_head_sizes(fmt, dims):
     case = StoreCase([97], [130], fmt, dims=dims, heads=1, segments=1)
     assert case.check()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("block_size, fmt", few([64, 128], FORMATS))
 def test_block_sizes_and_strides(fmt, block_size):
     case = StoreCase([block_size + 3], [3 * block_size + 2], fmt, block_size=block_size, cpu=True, dtype=torch.float16)
     assert case.check()
@@ -248,8 +246,7 @@ def wide_block(layer, seed):
     return random((*shape, layer.k_dim), dtype, seed), random((*shape, layer.v_dim), dtype, seed + 1)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype, fmt", few([torch.float32, torch.float16, torch.bfloat16], FORMATS))
 def test_blocks_to_codes_and_back(fmt, dtype):
     """In layers of two kinds; nothing but the targets is written."""
     layers = [make_layer(fmt, 3, dtype=dtype, dims=dims) for dims in ((64, 64), (80, 48), (64, 64))]

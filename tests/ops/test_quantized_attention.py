@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from combinations import few
 from kv_oracle import Rows
 
 from hf_turbo.ops import quantized_attention
@@ -91,20 +92,28 @@ def test_sliding_window(fmt, window):
     check(rows, [5 * SIZE - 5, 3 * SIZE], [8, 1], [1, 1], attend_from=1)
 
 
-@FORMATS
-@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True, "window": 70}])
+VARIANTS = {
+    "soft cap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"softcap": 2.0, "sinks": True, "window": 70},
+}
+
+
+@pytest.mark.parametrize("fmt, name", few(KV_FORMATS, VARIANTS))
 @pytest.mark.parametrize("splits", [1, 3] if ON_GPU else [3])
-def test_soft_cap_and_sinks(fmt, options, splits):
-    rows = make(fmt, [5 * SIZE, 3 * SIZE + 3, 1], {"num_splits": splits}, **options)
+def test_soft_cap_and_sinks(fmt, name, splits):
+    rows = make(fmt, [5 * SIZE, 3 * SIZE + 3, 1], {"num_splits": splits}, **VARIANTS[name])
     check(rows, [5 * SIZE - 1, 3 * SIZE, 0], [1, 3, 1], attend_from=1)
 
 
-@FORMATS
-@pytest.mark.parametrize(
-    "heads,group,k_dim,v_dim", [(1, 1, 16, 32), (2, 7, 80, 80), (1, 12, 96, 64), (3, 2, 112, 128), (1, 4, 256, 256)]
-)
-def test_heads_and_sizes(fmt, heads, group, k_dim, v_dim):
+#: KV heads, query heads of each, key and value size.
+SIZES = [(1, 1, 16, 32), (2, 7, 80, 80), (1, 12, 96, 64), (3, 2, 112, 128), (1, 4, 256, 256)]
+
+
+@pytest.mark.parametrize("fmt, sizes", few(KV_FORMATS, SIZES), ids=str)
+def test_heads_and_sizes(fmt, sizes):
     """Head sizes that are no powers of two, keys and values of different size; groups from 1 to 12."""
+    heads, group, k_dim, v_dim = sizes
     rows = make(fmt, [4 * SIZE + 1], heads=heads, group=group, k_dim=k_dim, v_dim=v_dim)
     check(rows, [4 * SIZE], [1], attend_from=1)
 
@@ -166,6 +175,6 @@ def test_configurations():
         for dtype in (torch.float32, torch.bfloat16):
             for bits in (4, 8):
                 config: AttentionConfig = choose_config(rows, 64, 128, 128, 64, dtype, bits, facts)
-                assert config.block_m >= 8 and config.tile == 64 and config.pdl == (
-                    rows <= 64 and dtype == torch.bfloat16
+                assert (
+                    config.block_m >= 8 and config.tile == 64 and config.pdl == (rows <= 64 and dtype == torch.bfloat16)
                 )

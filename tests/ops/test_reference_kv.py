@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from combinations import few
 from kv_oracle import Rows, at, make_layer
 from oracle import make_case
 
@@ -107,8 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt, name", few(FORMATS, CASES))
 def test_attention(name, fmt):
     """Rows of different lengths, some without queries; few queries and many; a step of equally long rows."""
     rows = Rows(fmt, [82, 81, 61], **CASES[name])
@@ -174,9 +174,7 @@ def test_prompt_that_leaves_few_blocks(fmt, length):
     run(few, [1], [12], [7])
 
 
-@pytest.mark.parametrize("length", [5, 40, 41, 60])
-@pytest.mark.parametrize("window", [2, SIZE + 2, 2 * SIZE, 35])
-@pytest.mark.parametrize("holds_new", [False, True])
+@pytest.mark.parametrize("holds_new, window, length", few([False, True], [2, SIZE + 2, 2 * SIZE, 35], [5, 40, 41, 60]))
 def test_window_keeps_the_last(length, window, holds_new):
     """A prompt of which only the window is stored: later steps see what they would have seen."""
     rows = Rows("int8", [length + 40], window=window)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from combinations import few
 from oracle import make_case
 
 from hf_turbo.ops import reference_layers
@@ -75,19 +76,24 @@ def check_normed(actual, expected):
     assert not actual[0].isnan().any()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("angle_dtype", ["as q", "float32"])
-@pytest.mark.parametrize("dim, rotary_dim", [(32, 32), (80, 80), (96, 24), (80, 2)])
-def test_decode_step(interleaved, dtype, angle_dtype, dim, rotary_dim):
+#: Head size, and how much of it turns.
+DIMS = [(32, 32), (80, 80), (96, 24), (80, 2)]
+
+
+@pytest.mark.parametrize(
+    "dims, angle_dtype, dtype, interleaved",
+    few(DIMS, ["as q", "float32"], [torch.float32, torch.float16], [False, True], together=2),
+)
+def test_decode_step(dims, angle_dtype, dtype, interleaved):
+    dim, rotary_dim = dims
     case, q, k, v = empty_case([1, 1, 1], [1, 16, 37], k_dim=dim, dtype=dtype, num_segments=2, num_heads=6)
     angles = random_angles(3, rotary_dim, dtype if angle_dtype == "as q" else torch.float32)
     check_same(*run_both(case, q, k, v, *angles, rotary_dim=rotary_dim, interleaved=interleaved))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("layout", ["hnd", "nhd", "gaps"])
-@pytest.mark.parametrize("block_size", [8, 48])
+@pytest.mark.parametrize(
+    "block_size, layout, interleaved", few([8, 48], ["hnd", "nhd", "gaps"], [False, True], together=2)
+)
 def test_prompt_chunks(interleaved, layout, block_size):
     case, q, k, v = empty_case(
         [19, 0, 1, 6], [19, 9, 20, 57], k_dim=40, v_dim=24, num_heads=5, num_kv_heads=5,

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from combinations import few
 from tree_oracle import allowed_error, expected, make_tree_case
 
 from hf_turbo.ops import reference
@@ -14,7 +15,7 @@ from hf_turbo.ops.paged_attention import paged_attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = AttentionConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
 SPLIT = dataclasses.replace(SMALL, peel=True, num_splits=3)
-CONFIGS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["plain", "peeled and split"])
+CONFIGS = {"plain": SMALL, "peeled and split": SPLIT}
 COMMITTED = [0, 5, 37, 64]
 
 
@@ -82,12 +83,11 @@ def test_chain_is_a_chunk(window):
         torch.testing.assert_close(as_tree, as_chunk, rtol=1e-5, atol=1e-6)
 
 
-@CONFIGS
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name, config", few(VARIANTS, CONFIGS))
 def test_kernel(name, config):
     """Rows of a sequence fill several tiles; splits may have nothing that some row, or any, sees."""
     case, trees = make(name, **({} if "committed" in VARIANTS[name] else {"committed": [37, 5]}))
-    out = check(case, trees, config)
+    out = check(case, trees, CONFIGS[config])
     for row in VARIANTS[name].get("unused", []):
         assert (out[12 * row : 12 * (row + 1)] == 0).all()
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from combinations import few
 from kv_oracle import Rows
 from oracle import GARBAGE_BLOCK
 from tree_oracle import random_tree, tree_nodes, visible_slots
@@ -146,8 +147,7 @@ def run_kernel(fmt, committed, num_nodes, unused=(), num_splits=1, **options):
     return rows, out
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@FORMATS
+@pytest.mark.parametrize("fmt, name", few(KV_FORMATS, OPTIONS))
 def test_kernel(fmt, name):
     """Rows fill two tiles; positions lie in one block or in two, or a tree in one block and they in another."""
     edges = [(0, 3), (4, -3), (4, 1)]
@@ -155,8 +155,7 @@ def test_kernel(fmt, name):
     check(rows, out)
 
 
-@FORMATS
-@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("fmt, num_splits", few(KV_FORMATS, [2, 5]))
 def test_kernel_splits_and_unused_rows(fmt, num_splits):
     rows, out = run_kernel(fmt, [32 * 4 - 2, 40, 3], 8, unused=[1], num_splits=num_splits, sinks=num_splits == 2)
     check(rows, out)

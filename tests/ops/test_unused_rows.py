@@ -5,6 +5,7 @@ Nothing is written for them and their table, which holds anything, is not read; 
 
 import pytest
 import torch
+from combinations import few
 from kv_oracle import Rows
 from oracle import GARBAGE_BLOCK, allowed_error, expected, make_case
 
@@ -68,8 +69,7 @@ def test_nothing_is_stored(module, q_len):
         torch.testing.assert_close(list(segments), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@Q_LENS
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "sliding_window": 6}])
+@pytest.mark.parametrize("options, q_len", few([{}, {"sinks": True, "sliding_window": 6}], [1, 2, 20]))
 @pytest.mark.parametrize("module", [reference, paged_attention], ids=lambda m: m.__name__)
 def test_attention_gives_zeros(module, options, q_len):
     case, unused = make(q_len, **options)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import few
 from loaded import change_files, change_model_config, load
 from quantized_models import write
 from safetensors.torch import load_file
@@ -22,8 +23,7 @@ def logits(model):
     return model(IDS).logits
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "olmoe"])
+@pytest.mark.parametrize("name, layout", few(["mixtral", "qwen2_moe", "olmoe"], LAYOUTS))
 def test_experts_are_those_of_the_checkpoint(name, layout, tmp_path):
     folder, twin = write(build(name), tmp_path, layout)
     model, info = load(folder, output_loading_info=True)

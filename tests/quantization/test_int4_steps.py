@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from combinations import few
 from helpers import accelerated, generate, ragged, stepped_aside
 from loaded import load
 from quantized_models import write
@@ -165,9 +166,7 @@ def test_steps_with_act_order(order, name, calls):
     assert calls == Counter({**IN_ORDER[order][name], **dict(norms)})
 
 
-@pytest.mark.parametrize("order", [None, "shared", "own"])
-@pytest.mark.parametrize("many", [2, 1000], ids=["many rows", "few rows"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, many, order", few(NAMES, [2, 1000], [None, "shared", "own"], together=2))
 @torch.no_grad()
 def test_prompts(name, many, order, calls, monkeypatch):
     """Their logits, and those of a step after them; whether or not rows are so many that MLPs go by pieces."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from drafting import Knowing, tree_of
 from helpers import assert_pool_accounts, generate, ragged, stepped_aside, used_blocks
-from tiny_models import ACCELERATED, COMMON, ZOO, build, expectation, in_this_transformers
+from tiny_models import ACCELERATED, THOROUGH, ZOO, build, expectation, in_this_transformers
 
 import hf_turbo
 from hf_turbo.generation.draft_model import DraftModel
@@ -16,13 +16,15 @@ from hf_turbo.generation.prompt_lookup import PromptLookup
 from hf_turbo.patching import handle_of
 
 NEW_TOKENS = 20
+#: Beside the thorough ones: other kinds of positions, norms and layers.
+QUICK = THOROUGH | {"cohere", "deepseek_v3", "exaone4", "gpt_neox", "jamba", "opt", "qwen3", "qwen3_moe"}
 #: Of those that are accelerated: whose `prepare_inputs_for_generation` no loop of ours knows.
 WITHOUT = {"ctrl", "phi3", "phimoe"}
 NAMES = [name for name in ZOO if in_this_transformers(name)]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
 )
 def test_plain_text(name):
     stock, model = build(name), build(name)
