@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 
-def few(*axes: Iterable[Any], together: int = 1) -> Iterator[Any]:
+def few(*axes: Iterable[Any], together: int = 1) -> list[Any]:
     """Every combination of some parameters' values, for `pytest.mark.parametrize`; most of them are slow.
 
     Args:
@@ -17,7 +17,7 @@ def few(*axes: Iterable[Any], together: int = 1) -> Iterator[Any]:
         together: of so many parameters, whichever they are, those that are not slow have all values with each other:
             1 is every value once, 2 is every pair.
 
-    Yields:
+    Returns:
         What `pytest.param` makes of them, in the order of `itertools.product`.
     """
     axes = [list(axis) for axis in axes]
@@ -27,6 +27,9 @@ def few(*axes: Iterable[Any], together: int = 1) -> Iterator[Any]:
         best = max(parts, key=lambda place: len(parts[place] & missing))
         quick.add(best)
         missing -= parts[best]
-    for place in parts:
-        values = [axis[i] for axis, i in zip(axes, place, strict=True)]
-        yield pytest.param(*values, marks=[] if place in quick else pytest.mark.slow)
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, place, strict=True)), marks=[] if place in quick else pytest.mark.slow
+        )
+        for place in parts
+    ]

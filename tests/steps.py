@@ -15,14 +15,19 @@ class Step(StepGraph):
 
     def load(self, cache, inputs, tables=None, code_tables=None):
         super().load(cache, inputs, tables, code_tables)
+        self.look(cache)
+
+    def look(self, cache):
+        """Tells the host what is on the device; rows that no cache has are empty."""
+        unused = len(self.seq_lens) - cache.batch_size
         for window, group in self.groups.items():
             table, metadata = cache.groups[window].table, group.plan.metadata
             for made_of_them in ("runs", "even_rows"):
                 vars(metadata).pop(made_of_them, None)
             metadata.seq_lens_cpu = self.seq_lens.tolist()
             metadata.q_lens_cpu = [self.num_nodes] * len(self.seq_lens)
-            metadata.block_ids_cpu = [list(row) for row in table.rows]
-            metadata.first_blocks_cpu = list(table.first)
+            metadata.block_ids_cpu = [list(row) for row in table.rows] + [[] for _ in range(unused)]
+            metadata.first_blocks_cpu = list(table.first) + [0] * unused
             metadata.coded_rows = table.coded_rows()
 
 

@@ -113,7 +113,6 @@ class AheadRounds:
         self._lengths: torch.Tensor | None = None
         self._last: Followed | None = None
         self._is_closing = False
-        self._followers: dict[TokenTree, GreedyFollower] = {}
 
     @property
     def num_under_way(self) -> int:
@@ -138,7 +137,7 @@ class AheadRounds:
         tokens = draft.tokens
         if self._following is not None:
             tokens = torch.cat([self._following[:, :1], tokens[:, 1:]], dim=1)
-        return self._launch(draft.tree, tokens, draft.num_drafted)
+        return self._launch(draft.tree, tokens, draft.num_drafted, guesses=draft.num_drafted > 0)
 
     def launch_root(self) -> bool:
         """The same without a draft, behind a round under way."""
@@ -148,18 +147,16 @@ class AheadRounds:
         return self._launch(_ROOT, root, 0)
 
     def launch_guess(self) -> bool:
-        """The same with what the last round guessed; a round without a draft has guessed nothing."""
+        """The same with what the last round guessed; a plain step that guesses, where it was one that did not."""
         if self._guesses is None or self._following is None:
-            raise ValueError("no round is under way that guesses")
+            raise ValueError("no round is under way whose outcome could be guessed from")
         tree = self._guesses.tree
         if self._following.shape[1] != tree.num_nodes:
-            self._is_closing = True
-            return False
-        return self._launch(tree, self._following, tree.max_depth * self._num_rows)
+            return self._launch(_ROOT, self._following[:, :1], 0, guesses=True)
+        return self._launch(tree, self._following, tree.max_depth * self._num_rows, guesses=True)
 
-    def _launch(self, tree: TokenTree, tokens: torch.Tensor, num_drafted: int) -> bool:
-        guesses = self._guesses if num_drafted else None
-        follower = self._followers.setdefault(tree, GreedyFollower(tree, guesses))
+    def _launch(self, tree: TokenTree, tokens: torch.Tensor, num_drafted: int, guesses: bool = False) -> bool:
+        follower = GreedyFollower(tree, self._guesses if guesses else None)
         ahead, last = sum(one.depth + 1 for one in self._under_way), self._last
         result = None
         if last is not None and tokens is self._following and last.key == follower.key:

@@ -204,6 +204,7 @@ class StepGraph:
             self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
         else:
             self.seq_lens[: len(lengths)].copy_(lengths + self.num_nodes)
+            self.seq_lens[len(lengths) :].zero_()  # rows that have left since
         for group in self.groups.values():
             if inputs.tree is not None:
                 group.load_tree(inputs.tree)

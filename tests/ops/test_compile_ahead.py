@@ -389,10 +389,11 @@ def compiled(capability):
 
 def on_devices(quick):
     """`capability, name` of a test: all but the newest device's are slow."""
-    for capability, names in quick.items():
-        marks = [] if capability == NEWEST else pytest.mark.slow
-        for name in names:
-            yield pytest.param(capability, name, marks=marks)
+    return [
+        pytest.param(capability, name, marks=[] if capability == NEWEST else pytest.mark.slow)
+        for capability, names in quick.items()
+        for name in names
+    ]
 
 
 def check_kernels(facts, capability, case):

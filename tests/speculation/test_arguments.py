@@ -99,7 +99,9 @@ def test_s09_processors(way, batch, folder):
         assert used_blocks(one.model) == 0
 
 
-@pytest.mark.parametrize("name, way", few(["llama", "gemma3_text"], ["lookup argument", "lookup", "heads", "tree", "chain"]))
+@pytest.mark.parametrize(
+    "name, way", few(["llama", "gemma3_text"], ["lookup argument", "lookup", "heads", "tree", "chain"])
+)
 def test_s09_a_seed_gives_the_plain_text(name, way, folder):
     """Every token is the model's own draw, in the order of the text: the same numbers give the same tokens."""
     one = pair(name)

@@ -111,7 +111,9 @@ def test_m01_random_heads(one, tree, tmp_path):
     assert_same_text(one, RAGGED, 32)
 
 
-@pytest.mark.parametrize("one, edge", few(MODELS, [(4, 3), (4, 4), (4, 5), (16, 15), (16, 16), (16, 17)]), indirect=["one"])
+@pytest.mark.parametrize(
+    "one, edge", few(MODELS, [(4, 3), (4, 4), (4, 5), (16, 15), (16, 16), (16, 17)]), indirect=["one"]
+)
 def test_prompts_that_end_at_a_blocks_edge(one, edge):
     block_size, length = edge
     inputs = prompt(1, length)
