@@ -275,7 +275,7 @@ def test_c10_chunked_prefill(name, kind):
         with accelerated(model):
             got = generate(model, batch, 6, output_logits=True, prefill_chunk_size=chunk)
         assert torch.equal(got.sequences, expected.sequences), f"chunks of {chunk}"
-        torch.testing.assert_close(got.logits[0], expected.logits[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got.logits[0], expected.logits[0], atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])

@@ -43,11 +43,11 @@ def pair(name: str, kind: str = "int4", **options):
     return follow_policy(policy, kind, B), model
 
 
-def same_text(policy, model, inputs, new_tokens=40, seed=None, **options):
+def same_text(policy, model, inputs, new_tokens=40, seed=None, of_model=None, **options):
     """Both models' text, which must be equal; the patched one's free blocks are poisoned all along."""
     seen = policy.config.kv_policy.queries_with_codes
     outputs = []
-    for one, own in ((policy, whole_cache()), (model, {})):
+    for one, own in ((policy, whole_cache()), (model, of_model or {})):
         if seed is not None:
             torch.manual_seed(seed)
         given = dict(inputs) if isinstance(inputs, dict) else {
@@ -134,8 +134,8 @@ def test_assisted(name, drafts):
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.num_assistant_tokens = drafted
     hf_turbo.patch(draft, block_size=B, kv_cache_dtype="int8" if draft_is_quantized else None)
-    # The first forward brings the first drafted tokens with the prompt: the policy is asked in the same way.
-    same_text(policy, model, prompt(1, 110), 40, assistant_model=draft)
+    # Drafts are what plain steps would see: the policy is asked step by step.
+    same_text(policy, model, prompt(1, 110), 40, of_model={"assistant_model": draft})
     assert used_blocks(model) == used_blocks(draft) == 0
 
 

@@ -108,7 +108,7 @@ def assert_same_attentions(got, expected):
     for mine, theirs in zip(got, expected, strict=True):
         assert len(mine) == len(theirs) == 2
         for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(a, b, atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -130,7 +130,7 @@ def test_attentions_of_a_forward(name):
     second = forward(model, IDS[:, 9:], cache, output_attentions=True)
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected.logits, atol=1e-4, rtol=1e-4)
     assert len(first.attentions) == len(second.attentions) == 2
-    torch.testing.assert_close(second.attentions[-1], expected.attentions[-1][:, :, 9:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(second.attentions[-1], expected.attentions[-1][:, :, 9:], atol=5e-5, rtol=5e-5)
 
 
 def four_d_mask(q_len: int, kv_len: int) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_four_d_mask_with_a_paged_cache():
             forward(one, IDS[:, columns], cache, attention_mask=mask).logits
             for one, cache in zip((stock, model), caches, strict=True)
         )
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
         unmasked = forward(stock, IDS[:, : columns.stop]).logits[:, columns]
         assert columns.start == 0 or (got - unmasked).abs().max() > 1e-2, "the mask made no difference"
 
@@ -163,7 +163,7 @@ def test_packed_sequences_with_a_paged_cache():
     got = forward(model, IDS, hf_turbo.paged_cache(model), position_ids=positions).logits
     reference = forward(stock, IDS, DynamicCache(config=stock.config), position_ids=positions).logits
     torch.testing.assert_close(got, reference, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(forward(model, IDS, position_ids=positions).logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(forward(model, IDS, position_ids=positions).logits, expected, atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
@@ -179,7 +179,7 @@ def test_paged_cache_after_unpatch(name, batch):
     expected = generate(stock, inputs, 10, output_logits=True)
     got = generate(model, {**inputs, CACHE_NAME: first[CACHE_NAME]}, 10, output_logits=True)
     assert torch.equal(got.sequences, expected.sequences)
-    torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.logits, expected.logits, atol=5e-5, rtol=5e-5)
 
 
 def test_paged_cache_of_another_patch():

@@ -64,7 +64,8 @@ def try_drafts(
             cache.crop(before - cache.get_seq_length())
         else:
             cache.reset()
-    handle.step_aside(f"no drafts: {reason}")
+    if drafter is handle.speculation or len(input_ids) > 1:  # for one row, Transformers' own assisted loop is next
+        handle.step_aside(f"no drafts: {reason}")
     return None
 
 

@@ -8,7 +8,7 @@ from combinations import few
 from tree_oracle import allowed_error, expected, make_tree_case
 
 from hf_turbo.ops import reference
-from hf_turbo.ops.attention_config import AttentionConfig, DeviceFacts, choose_config
+from hf_turbo.ops.attention_config import DRAFT_BLOCK_M, AttentionConfig, DeviceFacts, choose_config
 from hf_turbo.ops.metadata import AttentionMetadata, TreeNodes
 from hf_turbo.ops.paged_attention import paged_attention
 
@@ -111,7 +111,7 @@ def test_kernel_as_configured(name):
 def test_configurations(rows, dim, facts):
     """No tile of masks where none is needed, and row tiles small enough for a few sequences to fill a device."""
     config = choose_config(rows, 8, dim, dim, torch.bfloat16, facts, is_tree=True)
-    assert (config.peel and config.block_m == min(max(rows, 16), 64)) or (rows == 33 and config.block_m == 64)
+    assert config.peel and config.block_m == (DRAFT_BLOCK_M if rows <= 64 else 64)
     assert 2 * dim * (config.block_m + 2 * config.num_stages * config.tile) <= facts.shared_memory
     assert config.pdl == (facts.capability == 90)
 

@@ -106,8 +106,8 @@ class Knowing:
         vocabulary: how many tokens the rubbish is of.
     """
 
-    name = "what is known"
     adaptive = False
+    decides = False
     reads_hidden = False
     guesses = None
     foresees = False
@@ -123,6 +123,11 @@ class Knowing:
 
     def tree_of(self, size: int) -> TokenTree:
         return self.tree
+
+    def cost(self, size: int) -> float:
+        return 1.0
+
+    def release(self) -> None: ...
 
     def serves(self, speculation: Any) -> bool:
         return speculation is self

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import few
 from helpers import generate, new_text, prompt, ragged, twins, used_blocks
 from steps import Step
 
@@ -95,8 +96,10 @@ def drafters(stock, tmp_path):
     }
 
 
-@pytest.mark.parametrize("kind", ["medusa", "chain", "adaptive", "lookup", "adaptive lookup", "draft model"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+KINDS = ["medusa", "chain", "adaptive", "lookup", "adaptive lookup", "draft model"]
+
+
+@pytest.mark.parametrize("name, kind", few(["llama", "gemma3_text"], KINDS))
 def test_same_text(ahead, tmp_path, name, kind):
     counts, register = ahead
     stock, model = twins(name, block_size=4)
