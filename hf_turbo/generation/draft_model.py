@@ -28,8 +28,7 @@ class DraftModel:
     accepted by rejection sampling, so that the text's distribution is the large model's (arXiv:2211.17192).
 
     Args:
-        model: a Transformers decoder. Patched while it drafts, and
-            as it was in between.
+        model: a Transformers decoder. Patched while it drafts, and as it was in between.
         num_tokens: drafted at most, 1 to 63.
         adaptive: fewer tokens, or none, where few are accepted.
 
@@ -97,10 +96,13 @@ class DraftModelDrafter:
         """Computes the prompts.
 
         Raises:
-            DraftsUnsuited: the prompt is no tokens, or hf_turbo steps aside for the draft model.
+            DraftsUnsuited: the prompt is no tokens, hf_turbo steps aside for the draft model, or that is on another
+                device.
         """
         if context.texts.num_prompt == 0:
             raise DraftsUnsuited("a draft model reads tokens, and the prompt has none")
+        if self.model.device != context.model.device:
+            raise DraftsUnsuited(f"the draft model is on {self.model.device}, the model on {context.model.device}")
         with ExitStack() as stack:
             if self.borrowed is not None:
                 stack.enter_context(self.borrowed)

@@ -54,6 +54,7 @@ class NodeChoice:
         self._random = DeviceRandom(device) if self._samples and texts.num_rows == 1 else None
         #: Of the last round, by kind and depth: `[rows, vocabulary]`.
         self._newest: dict[str, list[torch.Tensor]] = {}
+        self._doubts: list[torch.Tensor] = []  # of the last round, bool: where probabilities are no numbers
 
     def __call__(self, draft: Draft, logits: torch.Tensor) -> Accepted:
         """What stays of a draft, and the model's own next tokens. They are written behind the texts.
@@ -67,14 +68,17 @@ class NodeChoice:
             accepted = accept_greedy(tree, tokens, chosen)
             self._texts.write(0, accepted.tokens)
             return accepted
-        self._newest = {kind: [] for kind in self._kept}
+        self._newest, self._doubts = {kind: [] for kind in self._kept}, []
         if self._random is not None:
             self._random.start()
         if draft.probabilities is not None:
             scores, last = self._scores(logits)
-            accepted = accept_by_rejection(tree, tokens, torch.softmax(scores, dim=-1), draft.probabilities)
+            probabilities = torch.softmax(scores, dim=-1)
+            self._doubts.append(probabilities[..., 0].isnan().any())  # a row of softmax is all numbers or none
+            accepted = accept_by_rejection(tree, tokens, probabilities, draft.probabilities)
         elif draft.typical is not None and self._samples and self._texts.reads_no_text:
             scores, last = self._scores(logits)
+            self._doubts.append(torch.softmax(scores, dim=-1)[..., 0].isnan().any())
             accepted = accept_typical(tree, tokens, scores, *draft.typical, 1.0)  # scores have been divided already
         else:
             return self._walk(tree, tokens, logits)
@@ -90,7 +94,13 @@ class NodeChoice:
         return self._texts.process_nodes(last), last
 
     def take(self, counts: Sequence[int]) -> None:
-        """Keeps what was asked for of each row's first so many tokens of the last round."""
+        """Keeps what was asked for of each row's first so many tokens of the last round.
+
+        Raises:
+            RuntimeError: probabilities were no numbers.
+        """
+        if self._doubts and torch.stack(self._doubts).any().item():
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         for kind, by_depth in self._newest.items():
             for row, count in enumerate(counts):
                 self._kept[kind][self._origins[row]] += [x[row] for x in by_depth[:count]]
@@ -152,5 +162,6 @@ class NodeChoice:
             self._random.before_draw()
         if probabilities.device.type != "cuda":
             return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        self._doubts.append(probabilities[..., 0].isnan().any())
         noise = torch.empty_like(probabilities).exponential_(1)  # as `Choice` draws
         return torch.div(probabilities, noise, out=noise).argmax(dim=-1)

@@ -195,3 +195,22 @@ def test_report_says_what_drafts_come_to():
     [(name, stats)] = hf_turbo.report(model).drafts.items()
     assert name.startswith("DraftModel") and (stats.rounds, stats.drafted, stats.accepted) == (5, 15, 15)
     assert "15 tokens drafted, 100% accepted, 4.00 tokens a step; on" in str(hf_turbo.report(model))
+
+
+@pytest.mark.parametrize("kind", ["draft model", "typical"])
+def test_probabilities_that_are_no_numbers(heads, kind):
+    """Sampling from NaN is an error, as in plain sampling, and not some token."""
+    stock, model = twins("llama")
+    options = dict(num_nodes=8, adaptive=False, typical=(0.1, 0.3))
+    spec = hf_turbo.Medusa(heads, **options) if kind == "typical" else hf_turbo.DraftModel(stock, 3, adaptive=False)
+    hf_turbo.patch(model, speculation=spec)
+    new_text(model, prompt(1, 9), 4, do_sample=True)
+    calls = []
+
+    def spoil(module, args, output):
+        calls.append(1)
+        return output * float("nan") if len(calls) > 3 else output
+
+    with model.model.norm.register_forward_hook(spoil), pytest.raises(RuntimeError, match="nan"):
+        new_text(model, prompt(1, 9), NEW, do_sample=True)
+    assert len(calls) > 3 and hf_turbo.report(model).blocks_in_use == 0
