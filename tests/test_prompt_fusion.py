@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_forward, prompt_fusion
+from hf_turbo.modeling.head_input import HeadInput, make_watchable
 from hf_turbo.modeling.prompt_forward import pays
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
 from hf_turbo.ops import dispatch
@@ -212,3 +213,22 @@ def test_no_address_before_there_are_numbers():
         y = x * 2
         with pytest.raises(RuntimeError, match="data pointer"):
             y.data_ptr()
+
+
+@torch.no_grad()
+def test_what_the_head_is_given(monkeypatch):
+    """Who asks for it gets numbers, though the norm before the head was computed for the head alone."""
+    monkeypatch.setattr(prompt_forward, "uses_triton", lambda device: True)
+    monkeypatch.setattr(prompt_forward, "pays", lambda *args: True)
+    model = build("llama")
+    ids = torch.randint(3, 60, (2, 11))
+    expected = model.model(ids).last_hidden_state
+    make_watchable(model)
+    hf_turbo.patch(model, block_size=4)
+    cache = hf_turbo.paged_cache(model)
+    cache.head_input = watch = HeadInput()
+    for keep in (0, 1):
+        cache.reset()
+        model(ids, logits_to_keep=keep, **{CACHE_NAME: cache})
+        torch.testing.assert_close(watch.take(), expected[:, -keep:], atol=1e-5, rtol=1e-4)
+    assert not stepped_aside(model)

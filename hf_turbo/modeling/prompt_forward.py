@@ -46,6 +46,9 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse:
     try:
         with mode:
             output = forward(**kwargs)
+        watch = cache.head_input
+        if watch is not None and watch.value is not None:
+            watch.value = mode.tensor(watch.value)
         return tree_map(mode.tensor, output)
     except torch.OutOfMemoryError:
         raise  # the model's own way takes more
