@@ -63,9 +63,7 @@ class CodedTable(BlockTable):
             first.append(self.first[row] + both)
         return rows, first, coded
 
-    def flush(
-        self, lengths: Sequence[int], keep_from: Sequence[int], quantize: Recode, reach: int = 1
-    ) -> None:
+    def flush(self, lengths: Sequence[int], keep_from: Sequence[int], quantize: Recode, reach: int = 1) -> None:
         """Makes codes of the blocks that the next tokens after these lengths read as such and that are none yet.
 
         Args:

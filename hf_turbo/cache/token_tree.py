@@ -42,16 +42,16 @@ class TokenTree:
     def __reduce__(self) -> tuple[type[TokenTree], tuple[tuple[int, ...], tuple[int, ...]]]:
         return TokenTree, (self.parents, self.ranks)
 
-    @classmethod
-    def chain(cls, num_drafted: int) -> TokenTree:
-        """The root and so many tokens, one after another.
+    @staticmethod
+    def chain(num_drafted: int) -> TokenTree:
+        """The root and so many tokens, one after another; the same object for the same number.
 
         Raises:
             ValueError: for fewer than 0 or more than 63.
         """
         if not 0 <= num_drafted < MAX_NODES:
             raise ValueError(f"A chain has 0 to {MAX_NODES - 1} drafted tokens, not {num_drafted}.")
-        return cls(tuple(range(-1, num_drafted)))
+        return _chain(num_drafted)
 
     @classmethod
     def of_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
@@ -197,6 +197,12 @@ class TreeTensors:
             preference=[depth * len(nodes) + len(nodes) - i for i, depth in enumerate(tree.depths)],
         )
         return cls(**{name: torch.tensor(x, dtype=torch.int64, device=device) for name, x in lists.items()})
+
+
+@functools.cache
+def _chain(num_drafted: int) -> TokenTree:
+    """One is asked for at every round: what a device needs to know of it is copied there once."""
+    return TokenTree(tuple(range(-1, num_drafted)))
 
 
 def _check_parents(parents: tuple[int, ...]) -> None:

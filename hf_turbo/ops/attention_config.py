@@ -88,10 +88,11 @@ def choose_config(
     dtype: torch.dtype,
     facts: DeviceFacts,
     is_tree: bool = False,
+    max_seqlen_q: int = 1,
 ) -> AttentionConfig:
     """The table, by rows of a sequence (query tokens times heads of a group), (sequence, KV head) pairs, head
-    size, dtype, device, and whether queries are nodes of trees. Measured on an H200 by benchmarks/attention.py;
-    elsewhere, and for trees, chosen not to spill.
+    size, dtype, device, whether queries are nodes of trees, and the queries of a sequence. Measured on an H200 by
+    benchmarks/attention.py; elsewhere, and for trees, chosen not to spill.
     """
     k_pad, v_pad = next_power_of_2(k_dim), next_power_of_2(v_dim)
     dim = max(k_pad, v_pad)
@@ -104,7 +105,8 @@ def choose_config(
         # multiprocessor; a few more would be a second wave that is mostly idle, so those get half the tile.
         crowded = rows <= 16 and num_programs > 3 * facts.num_sms
         config = AttentionConfig(
-            block_m=min(max(16, next_power_of_2(rows)), DRAFT_BLOCK_M),
+            # One token's heads stay together: they read their keys once. Tokens of a draft find them in the cache.
+            block_m=max(16, next_power_of_2(rows)) if max_seqlen_q == 1 else DRAFT_BLOCK_M,
             tile=max(32, min(128, 8192 // dim) // (2 if crowded else 1)),
             num_warps=2 if crowded else 4,
             num_stages=3,

@@ -366,7 +366,8 @@ def paged_attention(
 
     facts = device_facts(q.device)
     if config is None:
-        config = choose_config(rows, num_kv_heads * num_seqs, k_dim, v_dim, q.dtype, facts, tree is not None)
+        pairs, max_seqlen_q = num_kv_heads * num_seqs, metadata.max_seqlen_q
+        config = choose_config(rows, pairs, k_dim, v_dim, q.dtype, facts, tree is not None, max_seqlen_q)
     row_tiles = ceil_div(rows, config.block_m)
     num_splits = config.num_splits
     if num_splits is None:

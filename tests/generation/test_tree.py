@@ -28,6 +28,7 @@ def test_chain():
     assert tree.children == ((1,), (2,), (3,), ())
     assert tree.most_children == (1, 1, 1)
     assert tree == TokenTree.of_paths([[0], [0, 0], [0, 0, 0]])
+    assert TokenTree.chain(3) is tree  # what a device has been told of it stays there
     assert TokenTree.chain(0).parents == (-1,) and TokenTree.chain(0).is_chain and TokenTree.chain(0).max_depth == 0
 
 

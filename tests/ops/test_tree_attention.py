@@ -110,10 +110,19 @@ def test_kernel_as_configured(name):
 @pytest.mark.parametrize("rows", [4, 33, 64, 256, 512])
 def test_configurations(rows, dim, facts):
     """No tile of masks where none is needed, and row tiles small enough for a few sequences to fill a device."""
-    config = choose_config(rows, 8, dim, dim, torch.bfloat16, facts, is_tree=True)
+    config = choose_config(rows, 8, dim, dim, torch.bfloat16, facts, is_tree=True, max_seqlen_q=max(rows // 4, 2))
     assert config.peel and config.block_m == (DRAFT_BLOCK_M if rows <= 64 else 64)
     assert 2 * dim * (config.block_m + 2 * config.num_stages * config.tile) <= facts.shared_memory
     assert config.pdl == (facts.capability == 90)
+
+
+@pytest.mark.parametrize("rows", [4, 32, 64])
+def test_heads_of_one_token_stay_together(rows):
+    """A step of many query heads a KV head reads its keys once; a draft's tokens may read them each from the cache."""
+    facts = DeviceFacts(132, 90, 232448)
+    step = choose_config(rows, 1, 64, 64, torch.bfloat16, facts)
+    draft = choose_config(rows, 1, 64, 64, torch.bfloat16, facts, max_seqlen_q=4)
+    assert (step.block_m, draft.block_m) == (max(rows, 16), DRAFT_BLOCK_M)
 
 
 def test_each_tree_has_its_own_nodes():
