@@ -102,7 +102,7 @@ def test_release_beside_running_calls():
     stop = threading.Event()
 
     def give_back():
-        while not stop.is_set():
+        while not stop.wait(0.001):  # without a pause it takes most of the one interpreter's time
             hf_turbo.release(model)
 
     with ThreadPoolExecutor(1) as threads:

@@ -40,6 +40,12 @@ class BlockCopies:
             self._on[device] = {segments: (both[0], both[1]) for segments, both in pairs.items()}
         return self._on[device]
 
+    def copy_in(self, kv: LayerKV, device: torch.device) -> None:
+        """Copies them in one layer, whose blocks are on this device."""
+        for (from_segment, to_segment), (sources, targets) in self.on(device).items():
+            for segments in (kv.k_segments, kv.v_segments):
+                segments[to_segment].index_copy_(0, targets, segments[from_segment].index_select(0, sources))
+
 
 class LayerStore:
     """The blocks of one layer: one K and one V tensor a segment, made when the layer first needs them.
@@ -70,23 +76,20 @@ class LayerStore:
         )
 
     def cover(self, segment_sizes: list[int]) -> LayerKV:
-        """Makes the tensors that are missing, drops those of dropped segments, and returns the layer's blocks."""
+        """Makes the tensors that are missing, drops those of dropped segments, and returns the layer's blocks.
+
+        The caller holds the pool's lock. Other threads read `kv` without it: blocks in use are in it throughout.
+        """
         old = ([], []) if self.kv is None else (list(self.kv.k_segments), list(self.kv.v_segments))
-        if self.kv is None or [len(t) for t in old[0]] != segment_sizes:
+        kept = [len(t) == n for t, n in zip(old[0], segment_sizes, strict=False)]
+        if self.kv is None or len(old[0]) != len(segment_sizes) or not all(kept):
             offsets = None if self.kv is None else self.kv.segment_offsets
-            self.kv = None  # with it goes what was dropped, before anything new is made
+            if not any(n for n, is_kept in zip(segment_sizes, kept, strict=False) if is_kept):
+                self.kv = None  # no block is in use: what was dropped goes before anything new is made
             with torch.inference_mode(False):  # they outlive the call, and may be written to outside of that mode
                 k, v = (self._segments(ts, segment_sizes, n) for ts, n in zip(old, self.sizes, strict=True))
                 self.kv = LayerKV.of(k, v, offsets)  # the offsets stay where they are: captured kernels read them
         return self.kv
-
-    def copy(self, copies: BlockCopies) -> None:
-        """Copies whole blocks."""
-        if self.kv is None:
-            return
-        for (from_segment, to_segment), (sources, targets) in copies.on(self.device).items():
-            for segments in (self.kv.k_segments, self.kv.v_segments):
-                segments[to_segment].index_copy_(0, targets, segments[from_segment].index_select(0, sources))
 
     def _segments(self, old: list[torch.Tensor], sizes: list[int], size: int) -> tuple[torch.Tensor, ...]:
         kept = [t if len(t) == n else None for t, n in zip(old, sizes, strict=False)]
@@ -190,11 +193,13 @@ class BlockGroup:
 
     def cover(self, store: LayerStore) -> LayerKV:
         """A store's blocks, with tensors for every segment."""
-        if store.kv is None or store.version != self.manager.version:
+        is_current = store.version == self.manager.version  # looked at before `kv`, which is written before it
+        kv = store.kv
+        if kv is None or not is_current:
             with self._lock:
-                store.cover(self.manager.segment_sizes)
+                kv = store.cover(self.manager.segment_sizes)
                 store.version = self.manager.version
-        return store.kv  # type: ignore[return-value]
+        return kv
 
     def copy_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks in these layers, `(from, to)`; none is both."""
@@ -204,8 +209,7 @@ class BlockGroup:
             return
         at_once = BlockCopies(pairs)
         for store in stores:
-            self.cover(store)  # new segments get their tensors
-            store.copy(at_once)
+            at_once.copy_in(self.cover(store), store.device)
 
     def copy_blocks_there(self, stores: Sequence[LayerStore], pairs: torch.Tensor) -> None:
         """The same for pairs that the host does not know, int32 `[pairs, 2]`; of equal ones nothing is copied."""
@@ -242,9 +246,10 @@ class BlockGroup:
         if not stores or not uses_triton(stores[0].device):
             return None
         key = (tuple(map(weakref.ref, stores)), self.manager.version)
-        if self._addresses is None or self._addresses[0] != key:
-            self._addresses = (key, layer_addresses([self.cover(store) for store in stores]))
-        return self._addresses[1]
+        known = self._addresses
+        if known is None or known[0] != key:
+            known = self._addresses = (key, layer_addresses([self.cover(store) for store in stores]))
+        return known[1]
 
     def fill(self, value: float) -> None:
         """Writes `value` into every block that nobody owns: for tests that look for stale reads."""

@@ -70,6 +70,31 @@ def test_growth_neither_copies_nor_moves(group, monkeypatch):
     assert num_bytes(grown) == group.manager.num_blocks * store.block_bytes
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_blocks_in_use_are_never_out_of_sight(group, monkeypatch, drops):
+    """Another thread may read a layer's blocks, or copy some, while a segment is added or dropped."""
+    store = group.store_for(0, *states())
+    used = group.allocate(8)
+    spare = group.allocate(group.manager.num_free + 1)
+    for tensor in tensors(group.cover(store)):
+        tensor.fill_(7.0)
+    if drops:
+        group.release(spare)
+        group.manager.drop_free_segments()
+    group.allocate(group.manager.num_free + (9 if drops else 1))  # another size than what was there
+    seen = []
+    original = LayerStore._segment
+
+    def segment(self, blocks, dim):
+        seen.append(self.kv is not None and (read(self.kv, used[0])[0] == 7.0).all())
+        BlockCopies([(used[0], used[1])]).copy_in(self.kv, self.device)
+        return original(self, blocks, dim)
+
+    monkeypatch.setattr(LayerStore, "_segment", segment)
+    group.cover(store)
+    assert seen == [True, True]
+
+
 def test_offsets_lead_to_every_segment(group):
     """What a kernel adds to its one base pointer."""
     store = group.store_for(0, *states())
@@ -190,7 +215,7 @@ def test_copy_moves_whole_blocks_between_segments(group):
     ids = [*first, *second]
     content = {b: read(kv, b) for b in ids}
     pairs = [(ids[0], ids[-1]), (ids[1], ids[-2]), (ids[-3], ids[2]), (ids[0], ids[3])]
-    store.copy(BlockCopies(pairs))
+    BlockCopies(pairs).copy_in(kv, store.device)
     for source, target in pairs:
         for a, b in zip(read(kv, target), content[source], strict=True):
             assert torch.equal(a, b)
