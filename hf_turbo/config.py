@@ -33,6 +33,8 @@ class TurboConfig:
         speculation: `PromptLookup()`, `DraftModel(model)` or `Medusa(path)`: proposes tokens at every call of
             `generate()`, which are verified together; the text stays the model's own. None: only calls that ask for
             it by Transformers' arguments draft.
+        prefix_cache: keep what `generate()` has computed of texts for texts that begin alike. A number: bytes of blocks
+            that are kept while nothing else uses them. True: a tenth of the device's memory, on a CPU of the machine's.
 
     Raises:
         TypeError: `speculation` is none of these.
@@ -46,6 +48,7 @@ class TurboConfig:
     fused_layers: bool = True
     kv_cache_dtype: KVCacheDtype | None = None
     speculation: Any = None
+    prefix_cache: bool | int = False
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -53,6 +56,8 @@ class TurboConfig:
             raise ValueError(f"block_size={size!r}: give 1, 2, 4, a multiple of 8 up to 256, or None")
         if self.kv_cache_dtype is not None:
             self._check_kv_cache_dtype()
+        if not isinstance(self.prefix_cache, int) or self.prefix_cache < 0:
+            raise ValueError(f"prefix_cache={self.prefix_cache!r}: True, False or a number of bytes")
         if self.speculation is not None and not hasattr(self.speculation, "attach"):
             raise TypeError(f"speculation={self.speculation!r}: give PromptLookup(), DraftModel(model) or Medusa(path)")
         if self.prompt_attention not in get_args(PromptAttention):

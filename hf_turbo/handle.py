@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -14,8 +16,11 @@ from .cache.paged_cache import PagedCache
 from .config import TurboConfig
 from .modeling.attention import AttentionName
 from .modeling.graphs import StepGraphs
+from .modeling.model_version import ModelVersion, numeric_settings
 from .quantization.take_over import TakenOver
 
+#: Of the memory of a device, what `prefix_cache=True` keeps for blocks that nothing uses.
+_CACHED_SHARE = 10
 #: Tokens that a row gets room for at most: who asks for a million new tokens seldom means it.
 _MAX_ROOM = 8192
 
@@ -32,7 +37,9 @@ class PatchHandle:
 
     def __init__(self, config: TurboConfig, device_type: str) -> None:
         self.config = config
-        self.pool = BlockPool(config.block_size_on(device_type), config.kv_cache_dtype)
+        limit = _cache_limit(config.prefix_cache, device_type)
+        self.pool = BlockPool(config.block_size_on(device_type), config.kv_cache_dtype, cache_limit=limit)
+        self.version = ModelVersion()
         self.stepped_aside: Counter[str] = Counter()
         self.num_caches = 0
         #: Why the whole model steps aside; None where it is accelerated.
@@ -55,8 +62,12 @@ class PatchHandle:
         #: Whether drafts have been verified with this model; and by kinds of calls, why they can't be.
         self.drafts_work = False
         self.no_drafts: dict[Any, str] = {}
+        #: Whether a forward has been shared by rows that bring different numbers of tokens.
+        self.packs_rows = False
         #: Makes a context in which another model is patched; see `patching.Borrowed`.
         self.borrow: Any = None
+        #: The manager of many requests that was kept for the next session; see `engine.manager`.
+        self.manager: Any = None
         #: Whether long prompts go through the fused forward: not where that has failed.
         self.fuses_prompts = config.fused_layers
 
@@ -69,6 +80,24 @@ class PatchHandle:
         """
         self.num_caches += 1
         return PagedCache(self.pool, self.sliding_windows, copies_per_row, min(expected_length, _MAX_ROOM))
+
+    def prefix_domain(self, model: nn.Module, salt: str = "") -> bytes | None:
+        """All that a text's keys and values depend on beside its tokens. Looks at every weight: not for every step.
+
+        Args:
+            model: the patched instance.
+            salt: texts share blocks only with those of the same one.
+
+        Returns:
+            None: no blocks are kept for other texts, or it can't be told what this model's depend on.
+        """
+        if not self.pool.index.is_on or self.model_reason:
+            return None
+        version, reason = self.version.of(model)
+        if reason is not None:
+            self.step_aside(f"the prefix cache is not used: {reason}")
+            return None
+        return repr((version, salt, sorted(self.pool.formats.items()), numeric_settings())).encode()
 
     def attention_is_ours(self) -> bool:
         """Whether the model still calls our attention function."""
@@ -84,3 +113,12 @@ class PatchHandle:
         if not self.stepped_aside[reason]:
             logger.warning("hf_turbo steps aside: %s", reason)
         self.stepped_aside[reason] += 1
+
+
+def _cache_limit(prefix_cache: bool | int, device_type: str) -> int:
+    """Bytes of blocks that are kept while nothing uses them."""
+    if prefix_cache is not True:
+        return int(prefix_cache)
+    if device_type == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // _CACHED_SHARE
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _CACHED_SHARE

@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from .cache.paged_cache import PagedCache
 from .config import TurboConfig
-from .generation.mixin import original_class, patched_class
 from .generation.paced import paced
 from .handle import PatchHandle
 from .modeling.attention import AttentionName, register
 from .ops.kv_format import KV_FORMATS
+from .patched_class import original_class, patched_class
 from .quantization.take_over import take_over
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -81,6 +81,7 @@ def unpatch(model: Model) -> Model:
     """
     target = _target(model)
     if is_patched(target):
+        _end_manager(target)
         handle: PatchHandle = target.__dict__.pop(_HANDLE)
         handle.steps.drop()
         target.__class__ = original_class(target)
@@ -169,10 +170,12 @@ class Borrowed:
 def release(model: nn.Module) -> None:
     """Gives back the memory of a patched model's cache blocks that nothing holds, and of its captured steps.
 
-    Those of a draft model, too, that is patched only while it drafts.
+    Those of a draft model, too, that is patched only while it drafts, and of a manager of many requests that was kept.
     """
     handle = handle_of(model)
+    _end_manager(_target(model))
     handle.steps.drop()
+    handle.version.forget()
     handle.pool.release()
     for known in handle.drafters.values():
         known.drafter.release()
@@ -254,6 +257,13 @@ def _fill(handle: PatchHandle, model: PreTrainedModel) -> None:
     except BaseException:
         _undo(model, handle)
         raise
+
+
+def _end_manager(model: PreTrainedModel) -> None:
+    """Ends a manager that was kept for the next session."""
+    manager = model.__dict__[_HANDLE].manager
+    if manager is not None:
+        manager.destroy()
 
 
 def _undo(model: PreTrainedModel, handle: PatchHandle) -> None:

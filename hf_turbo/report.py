@@ -33,6 +33,9 @@ class Report:
         copied_blocks: shared blocks that were copied because a sequence went its own way.
         tokens_stored, tokens_shared: tokens that went through the cache so far: those that were written, and those of
             a prompt's copies, whose keys and values were there already.
+        cached_blocks, cached_bytes: blocks that nothing uses and that `prefix_cache` keeps for texts that begin alike.
+        prefix_tokens, prefix_tokens_found: tokens of prompts that were looked up, and those that were found.
+        evicted_blocks: blocks that were given up for others, of those that were kept.
         caches: how many caches were made.
         graphs, graph_bytes: captured decode steps, and the device memory they took.
         steps_captured, steps_replayed: how many steps were captured and replayed so far.
@@ -61,6 +64,11 @@ class Report:
     copied_blocks: int
     tokens_stored: int
     tokens_shared: int
+    cached_blocks: int
+    cached_bytes: int
+    prefix_tokens: int
+    prefix_tokens_found: int
+    evicted_blocks: int
     caches: int
     graphs: int
     graph_bytes: int
@@ -82,6 +90,11 @@ class Report:
             *self._codes(),
             f"tokens: {self.tokens_stored:,} stored, {self.tokens_shared:,} shared; caches made: {self.caches:,}",
         ]
+        if self.prefix_tokens:
+            lines.append(
+                f"prefix cache: {self.prefix_tokens_found:,} of {self.prefix_tokens:,} prompt tokens found; "
+                f"{self.cached_blocks} blocks kept, {self.cached_bytes:,} bytes; {self.evicted_blocks:,} evicted"
+            )
         if self.steps_captured:
             lines.append(
                 f"decode steps: {self.steps_captured:,} captured, {self.steps_replayed:,} replayed; "
@@ -127,7 +140,7 @@ def report(model: nn.Module) -> Report:
         ValueError: the model isn't patched.
     """
     handle = handle_of(model)
-    pool, groups = handle.pool, handle.pool.all_groups()
+    pool, groups, index = handle.pool, handle.pool.all_groups(), handle.pool.index
     wide = list(pool.groups.values())
     kinds = Counter(handle.sliding_windows)
     unsuited = handle.attention and handle.attention.unsuited
@@ -156,6 +169,11 @@ def report(model: nn.Module) -> Report:
         copied_blocks=sum(g.copied_blocks for g in wide),
         tokens_stored=max((g.stored_tokens for g in wide), default=0),
         tokens_shared=max((g.shared_tokens for g in wide), default=0),
+        cached_blocks=sum(g.manager.num_cached for g in groups),
+        cached_bytes=sum(g.manager.num_cached * g.block_bytes for g in groups),
+        prefix_tokens=index.tokens_asked,
+        prefix_tokens_found=index.tokens_found,
+        evicted_blocks=index.num_evicted,
         caches=handle.num_caches,
         graphs=handle.steps.num_graphs,
         graph_bytes=handle.steps.num_bytes,

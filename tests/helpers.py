@@ -10,6 +10,8 @@ from tiny_models import PAD, build
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_turbo
+from hf_turbo.cache.block_table import BlockTable
+from hf_turbo.cache.coded_group import CodeStore
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.patching import handle_of
 
@@ -85,6 +87,22 @@ def fill_free_blocks(model, value: float) -> None:
         group.fill(value)
 
 
+def poison_what_is_freed(monkeypatch) -> None:
+    """From now on every block that becomes free is filled with NaN, codes with 0xFF."""
+
+    def poison(method):
+        def poisoning(self, *args, **kwargs):
+            result = method(self, *args, **kwargs)
+            is_of_codes = any(isinstance(store, CodeStore) for store in self.group.stores.values())
+            self.group.fill(255 if is_of_codes else float("nan"))
+            return result
+
+        return poisoning
+
+    for name in ("grow", "truncate", "select", "release"):
+        monkeypatch.setattr(BlockTable, name, poison(getattr(BlockTable, name)))
+
+
 def stepped_aside(model) -> dict[str, int]:
     return hf_turbo.report(model).stepped_aside
 
@@ -100,10 +118,12 @@ def accelerated(model):
 
 
 def assert_pool_accounts(model) -> None:
-    """`free + used == total`, and as many owners as the blocks say."""
+    """`free + used + cached == total`, and as many owners as the blocks say."""
     for group in groups(model).values():
         manager = group.manager
-        assert manager.num_free + manager.num_used == manager.num_blocks == sum(manager.segment_sizes)
+        assert (
+            manager.num_free + manager.num_used + manager.num_cached == manager.num_blocks == sum(manager.segment_sizes)
+        )
         assert manager.num_free == sum(flags.count(1) for flags in manager.free_flags())
 
 

@@ -25,10 +25,10 @@ class Step(StepGraph):
             for made_of_them in ("runs", "even_rows"):
                 vars(metadata).pop(made_of_them, None)
             metadata.seq_lens_cpu = self.seq_lens.tolist()
-            metadata.q_lens_cpu = [self.num_nodes] * len(self.seq_lens)
+            metadata.q_lens_cpu = self.cu_seqlens_q.diff().tolist()
             metadata.block_ids_cpu = [list(row) for row in table.rows] + [[] for _ in range(unused)]
             metadata.first_blocks_cpu = list(table.first) + [0] * unused
-            metadata.coded_rows = table.coded_rows()
+            metadata.coded_rows = table.coded_rows(range(len(table.rows)))
 
 
 def step(model, cache, **kwargs):
@@ -71,6 +71,34 @@ def tree_step(model, cache, tree, tokens, position_ids, graphs=None, **kwargs):
     output = graph.result(graph.compute(lambda **k: forward(model, **k)), cache, inputs.num_rows)
     layout.tree, layout.only_ones_follow = None, False
     return output.logits.view(*tokens.shape, -1)
+
+
+class CapturedSteps:
+    """What a GPU's captured steps do, in a patched model's place for them: one graph for each kind of step."""
+
+    def __init__(self, model):
+        self.handle = handle_of(model)
+        self.graphs = {}
+        self.num_replayed = 0
+
+    def run(self, model, forward, kwargs):
+        cache, inputs = kwargs[CACHE_NAME], StepInputs.of(kwargs)
+        if inputs is None or inputs.num_seqs is None or cache.num_columns == 0:
+            return None
+        start = cache.num_columns
+        cache.advance()
+        if inputs.key not in self.graphs:
+            columns = dict.fromkeys(cache.groups, 64)
+            self.graphs[inputs.key] = Step(
+                self.handle.pool, self.handle.sliding_windows, STEP_RULES, inputs, columns
+            )
+        graph = self.graphs[inputs.key]
+        graph.load(cache, inputs)
+        output = graph.result(graph.compute(forward, cache.head_input), cache, inputs.num_rows)
+        if cache.layout.unsuited is None:
+            cache.finish_step(start + 1)
+        self.num_replayed += 1
+        return output
 
 
 def decode_steps(num_steps):

@@ -21,6 +21,8 @@ LAYERS = [
     {"modeling"},
     {"handle"},
     {"generation"},
+    {"engine"},
+    {"patched_class"},
     {"patching"},
     {"report"},
     {"training"},
@@ -29,7 +31,10 @@ LAYERS = [
     {"cli"},
 ]
 
-OPTIONAL = {"triton", "typer", "flash_attn", "datasets", "matplotlib", "gguf", "rich", "peft", "sentencepiece"}
+OPTIONAL = {
+    "triton", "typer", "flash_attn", "datasets", "matplotlib", "gguf", "rich", "peft", "sentencepiece",
+    "prometheus_client",
+}  # fmt: skip
 MAX_LINES = 450
 
 # Those that need triton: dispatch imports them late.

@@ -38,9 +38,9 @@ class AheadRows:
         """Whether every row could write to its last block now."""
         lengths = cache.layout.lengths(cache.get_seq_length())
         for group in cache.groups.values():
-            size, owners = group.table.group.block_size, group.table.group.manager.owners
+            size, is_shared = group.table.group.block_size, group.table.group.manager.is_shared
             for length, row in zip(lengths, group.table.rows, strict=True):
-                if not length or (length % size and owners(row[-1]) > 1):
+                if not length or (length % size and is_shared(row[-1])):
                     return False
         return True
 

@@ -15,6 +15,7 @@ from ..ops.dispatch import layer_addresses, move_kv, token_addresses, uses_trito
 from ..ops.metadata import LayerKV, QuantizedKV
 from ..ops.transfer import to_device
 from .block_manager import BlockManager
+from .prefix_index import PrefixIndex
 
 #: A pool that must grow takes this share of itself beyond what is needed now: few segments, little slack.
 _GROWTH = 1 / 16
@@ -115,11 +116,19 @@ class BlockGroup:
         block_size: tokens a block.
         sliding_window: how many tokens a query sees, itself included; None for all.
         lock: the pool's.
+        index: the pool's, where blocks that nobody owns may be kept.
     """
 
-    def __init__(self, block_size: int, sliding_window: int | None, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        sliding_window: int | None,
+        lock: threading.RLock,
+        index: PrefixIndex,
+    ) -> None:
         self.block_size = block_size
         self.sliding_window = sliding_window
+        self.index = index
         self.manager = BlockManager()
         #: The newest store of each layer.
         self.stores: dict[int, LayerStore] = {}
@@ -143,6 +152,16 @@ class BlockGroup:
         return self.manager.version
 
     @property
+    def keeps_texts(self) -> bool:
+        """Whether blocks may be kept for what they hold."""
+        return self.index.is_on
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a row has all blocks from its first token on."""
+        return self.sliding_window is None
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over the group's layers."""
         return sum(store.block_bytes for store in self.stores.values())
@@ -156,13 +175,17 @@ class BlockGroup:
             return ids
 
     def ensure_free(self, count: int) -> None:
-        """Grows until `count` blocks are free, so that several rows' needs become one segment."""
+        """Makes `count` blocks free: gives up cached ones, or grows, so that several rows' needs become one segment.
+
+        It grows for blocks that, once they are cached, will fit beside those that are.
+        """
         with self._lock:
+            self.index.make_room(self, count - self.manager.num_free)
             missing = count - self.manager.num_free
             if missing <= 0:
                 return
             total = self.manager.num_blocks
-            if self.manager.num_used == 0 and len(self.manager.segment_sizes) >= _MANY_SEGMENTS:
+            if self.manager.num_free == total and len(self.manager.segment_sizes) >= _MANY_SEGMENTS:
                 self.manager.drop_free_segments()
                 self.manager.add_segment(total + missing)
             else:
@@ -174,7 +197,10 @@ class BlockGroup:
 
     def release(self, ids: list[int]) -> None:
         with self._lock:
+            num_cached = self.manager.num_cached
             self.manager.release(ids)
+            if self.manager.num_cached > num_cached:
+                self.index.trim()
 
     def store_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
         """The store of a layer that computes such keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
@@ -184,8 +210,13 @@ class BlockGroup:
         with self._lock:
             store = self.stores.get(layer_idx)
             if store is None or not store.matches(key, value):
+                self.forget_content()
                 store = self.stores[layer_idx] = self._new_store(layer_idx, key, value)
             return store
+
+    def forget_content(self) -> None:
+        """Keeps no block for what it holds: a layer's keys and values are about to lie in another store."""
+        self.index.forget(self)
 
     def kv(self, store: LayerStore) -> LayerKV | QuantizedKV:
         """A store's blocks as the ops take them, with tensors for every segment."""
@@ -252,7 +283,7 @@ class BlockGroup:
         return known[1]
 
     def fill(self, value: float) -> None:
-        """Writes `value` into every block that nobody owns: for tests that look for stale reads."""
+        """Writes `value` into every free block: for tests that look for stale reads."""
         with self._lock:
             for store in self.stores.values():
                 kv = store.cover(self.manager.segment_sizes)
@@ -263,7 +294,7 @@ class BlockGroup:
                         kv.v_segments[segment].index_fill_(0, free, value)
 
     def drop_free_memory(self) -> None:
-        """Gives back the memory of segments nobody uses."""
+        """Gives back the memory of segments whose blocks are all free."""
         with self._lock:
             self.manager.drop_free_segments()
             if not self.manager.segment_sizes:

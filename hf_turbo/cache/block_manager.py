@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..ops.block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 
 _FREE = b"\x01"
 
+#: Goes on with every block that loses its last owner, over all managers, so that the oldest of several can be told.
+_clock = itertools.count()
+
 
 class BlockManager:
     """Free blocks and reference counts over a few segments that are added one by one.
 
-    A block id is `segment << SEGMENT_BITS | index`. At every step `num_free + num_used == num_blocks`.
+    A block id is `segment << SEGMENT_BITS | index`. A block is free, used (it has owners) or cached: it was to be kept
+    when it lost its last owner. At every step `num_free + num_used + num_cached == num_blocks`.
     Not thread-safe: its owner holds a lock.
     """
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []  # per segment, 1 where a block is free: `find` scans it at C speed
         self._owners: list[array[int]] = []
+        self._kept: set[int] = set()
+        self._cached: dict[int, int] = {}  # block -> when its last owner went, the oldest first
         self._cursor = (0, 0)  # where the next run is looked for, so that rows get room to grow behind them
         self.num_free = 0
         self.num_blocks = 0
@@ -28,7 +35,18 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+        """Blocks with owners."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without owners that are kept."""
+        return len(self._cached)
+
+    @property
+    def oldest_cached(self) -> tuple[int, int] | None:
+        """When the cached block that has been without owners for longest lost its last one, and that block."""
+        return next(((when, block) for block, when in self._cached.items()), None)
 
     @property
     def segment_sizes(self) -> list[int]:
@@ -52,7 +70,7 @@ class BlockManager:
         self.version += 1
 
     def drop_free_segments(self) -> None:
-        """Empties the segments of which no block is in use; ids in the others stay what they are."""
+        """Empties the segments of which all blocks are free; ids in the others stay what they are."""
         for segment, flags in enumerate(self._free):
             if flags and flags.count(_FREE) == len(flags):
                 self.num_free -= len(flags)
@@ -98,31 +116,63 @@ class BlockManager:
         return ids
 
     def retain(self, ids: Iterable[int]) -> None:
-        """Adds an owner to each block. The blocks must be in use."""
+        """Adds an owner to each block. The blocks must be in use or cached."""
         for block in ids:
             owners = self._owners[block >> SEGMENT_BITS]
             index = block & SEGMENT_MASK
-            if owners[index] < 1:
+            if owners[index] < 1 and self._cached.pop(block, None) is None:
                 raise ValueError(f"block {block} is free: it can't be shared")
             self.num_shared += owners[index] == 1
             owners[index] += 1
 
-    def release(self, ids: Iterable[int]) -> None:
-        """Takes an owner from each block; a block without owners is free."""
-        for block in ids:
+    def release(self, ids: Sequence[int]) -> None:
+        """Takes an owner from each block. A block without owners is free, or cached where it is kept.
+
+        Of those that become cached the last counts as the oldest: a block is of no use without those before it.
+        """
+        for block in reversed(ids):
             segment, index = block >> SEGMENT_BITS, block & SEGMENT_MASK
             owners = self._owners[segment]
             if owners[index] < 1:
                 raise ValueError(f"block {block} is free already")
             owners[index] -= 1
             self.num_shared -= owners[index] == 1
-            if owners[index] == 0:
-                self._free[segment][index] = 1
-                self.num_free += 1
+            if owners[index] == 0 and block in self._kept:
+                self._cached[block] = next(_clock)
+            elif owners[index] == 0:
+                self._set_free(block)
+
+    def keep(self, block: int) -> None:
+        """From now on the block is cached rather than free when it loses its last owner, and is written to no more.
+
+        Raises:
+            ValueError: nobody owns it.
+        """
+        if self.owners(block) < 1:
+            raise ValueError(f"block {block} has no owner: it can't be kept")
+        self._kept.add(block)
+
+    def forget(self, block: int) -> None:
+        """Keeps a block no longer: a cached one is free."""
+        self._kept.discard(block)
+        if self._cached.pop(block, None) is not None:
+            self._set_free(block)
 
     def owners(self, block: int) -> int:
-        """How many owners a block has; 0 when it is free."""
+        """How many owners a block has; 0 when it is free or cached."""
         return self._owners[block >> SEGMENT_BITS][block & SEGMENT_MASK]
+
+    def is_shared(self, block: int) -> bool:
+        """Whether others than one owner count on what a block holds: it must be copied before it is written to."""
+        return self.owners(block) > 1 or block in self._kept
+
+    def is_kept(self, block: int) -> bool:
+        """Whether the block stays when it loses its last owner."""
+        return block in self._kept
+
+    def _set_free(self, block: int) -> None:
+        self._free[block >> SEGMENT_BITS][block & SEGMENT_MASK] = 1
+        self.num_free += 1
 
     def _find_run(self, length: int) -> tuple[int, int] | None:
         """The first run of `length` free blocks from the cursor on, then from the start."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from .block_group import BlockGroup
 from .coded_group import CodedGroup
+from .prefix_index import PrefixIndex
 
 #: Formats that not all keys can take, and what a layer's are kept as until it is settled whether they can.
 _UNTIL_SETTLED = {"int4": "int8", "fp8": "int8"}
@@ -19,20 +20,28 @@ class BlockPool:
         block_size: tokens a block.
         kv_cache_dtype: what older blocks are kept as, a name of `KV_FORMATS`; None: what the model computes.
         formats: layer -> the name of its format, once that is settled; see `CodedGroup.settle`.
+        cache_limit: bytes of blocks that nobody owns and that are kept for texts that begin alike; 0: none are.
     """
 
     def __init__(
-        self, block_size: int, kv_cache_dtype: str | None = None, formats: dict[int, str] | None = None
+        self,
+        block_size: int,
+        kv_cache_dtype: str | None = None,
+        formats: dict[int, str] | None = None,
+        cache_limit: int = 0,
     ) -> None:
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
         self.formats: dict[int, str] = dict(formats or {})
         self.groups: dict[int | None, BlockGroup] = {}
-        self._lock = threading.RLock()
+        #: What is kept; to be used within `lock` only.
+        self.index = PrefixIndex(block_size, cache_limit)
+        self.cache_limit = cache_limit
+        self.lock = threading.RLock()
 
     def group(self, sliding_window: int | None) -> BlockGroup:
         """The group of layers with this window; made when asked for first."""
-        with self._lock:
+        with self.lock:
             if sliding_window not in self.groups:
                 self.groups[sliding_window] = self._new_group(sliding_window)
             return self.groups[sliding_window]
@@ -51,18 +60,25 @@ class BlockPool:
         """Layers that are kept in another format than was asked for."""
         return {layer: name for layer, name in self.formats.items() if name != self.kv_cache_dtype}
 
+    def let_keep(self, num_bytes: int) -> None:
+        """Keeps so many bytes of blocks that nobody owns, or what the pool was made with, if that is more."""
+        with self.lock:
+            self.index.limit = max(num_bytes, self.cache_limit)
+            self.index.trim()
+
     def release(self) -> None:
-        """Gives back the memory of blocks that no cache holds."""
+        """Gives back the memory of blocks that no cache holds, those included that are kept for what they hold."""
+        with self.lock:
+            self.index.clear()
         for group in list(self.groups.values()):
             group.drop_free_memory()
 
     def _new_group(self, sliding_window: int | None) -> BlockGroup:
         if self.kv_cache_dtype is None:
-            return BlockGroup(self.block_size, sliding_window, self._lock)
+            return BlockGroup(self.block_size, sliding_window, self.lock, self.index)
         wanted = self.kv_cache_dtype
-        return CodedGroup(
-            self.block_size, sliding_window, self._lock, self.formats, wanted, _UNTIL_SETTLED.get(wanted, wanted)
-        )
+        default = _UNTIL_SETTLED.get(wanted, wanted)
+        return CodedGroup(self.block_size, sliding_window, self.lock, self.formats, wanted, default, self.index)
 
     def __reduce__(self) -> tuple[type[BlockPool], tuple[Any, ...]]:
-        return BlockPool, (self.block_size, self.kv_cache_dtype, self.formats)
+        return BlockPool, (self.block_size, self.kv_cache_dtype, self.formats, self.cache_limit)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ..ops.metadata import CodedRows
 from ..ops.transfer import to_device
 from .block_group import BlockGroup
+from .prefix_index import Entry, Part
 
 Pairs = list[tuple[int, int]]
 
@@ -69,8 +70,8 @@ class BlockTable:
         """Whether a row of so many tokens, of which the next one sees those from `oldest` on, has them still."""
         return self.first[row] <= oldest // self.group.block_size
 
-    def coded_rows(self, step: int = 1) -> CodedRows | None:
-        """Of a quantized cache: what `rows` and `first` do not say of every `step`-th row."""
+    def coded_rows(self, rows: Sequence[int]) -> CodedRows | None:
+        """Of a quantized cache: what `rows` and `first` do not say of these rows."""
         return None
 
     def grow(
@@ -95,7 +96,7 @@ class BlockTable:
             Blocks whose content must be copied before anything is written, as `(from, to)`. The caller releases
             the sources, once they are copied.
         """
-        self._add_rows(len(new_lens))
+        self.add_rows(len(new_lens))
         size = self.group.block_size
         leaders = range(0, len(self.rows), copies_per_row)
         wanted = [0] * len(self.rows)
@@ -136,8 +137,9 @@ class BlockTable:
         """Frees the blocks past the new lengths."""
         for row, length in enumerate(new_lens):
             keep = max(self.num_blocks(length) - self.first[row], 0)
-            self.group.release(self.rows[row][keep:])
-            del self.rows[row][keep:]
+            if keep < len(self.rows[row]):
+                self.group.release(self.rows[row][keep:])
+                del self.rows[row][keep:]
 
     def give_up_before(self, tokens: Sequence[int]) -> None:
         """Frees the blocks that end before these tokens."""
@@ -180,6 +182,37 @@ class BlockTable:
         self.rows[row].append(block)
         self._changes[row, column] = block
         self._version += 1
+
+    def longest_prefix(self, entries: Sequence[Entry], num_tokens: int) -> int:
+        """How many of a text's first `num_tokens` tokens a row can begin with: all that the next one sees is there.
+
+        Args:
+            entries: of the text's first blocks, as found in the index.
+        """
+        length = min(num_tokens, len(entries) * self.group.block_size)
+        while length > 0:
+            needed = range(self._first_seen(length), self.num_blocks(length))
+            missing = next((i for i in reversed(needed) if self.group not in entries[i].blocks), None)
+            if missing is None:
+                break
+            length = missing * self.group.block_size
+        return length
+
+    def take_prefix(self, row: int, entries: Sequence[Entry], num_tokens: int) -> None:
+        """Makes an empty row begin with so many tokens, which `longest_prefix` has said it can."""
+        first = self._first_seen(num_tokens)
+        self._take(row, first, entries[first : self.num_blocks(num_tokens)])
+
+    def full_blocks(self, row: int, num_tokens: int) -> Iterator[tuple[Part, int, int]]:
+        """The blocks that a row holds of its first `num_tokens` tokens and that these fill.
+
+        Yields:
+            Where a block belongs to, its place in the row, and the block.
+        """
+        first = self.first[row]
+        end = min(num_tokens // self.group.block_size, first + len(self.rows[row]))
+        for place in range(first, end):
+            yield self.group, place, self.rows[row][place - first]
 
     def take_no_room(self) -> None:
         """New rows do not look for room to grow."""
@@ -237,7 +270,22 @@ class BlockTable:
                 self._mirror = None
         self._changes.clear()
 
-    def _add_rows(self, num_rows: int) -> None:
+    def _first_seen(self, length: int) -> int:
+        """The first block that the token after so many sees."""
+        window = self.group.sliding_window
+        return 0 if window is None else max(length - window + 1, 0) // self.group.block_size
+
+    def _take(self, row: int, first: int, entries: Sequence[Entry]) -> None:
+        """Puts found blocks from the block `first` on in an empty row."""
+        self.add_rows(row + 1)
+        blocks = [entry.blocks[self.group] for entry in entries]
+        self.group.retain(blocks)
+        self.rows[row], self.first[row] = blocks, first
+        self._changes.update({(row, first + i): block for i, block in enumerate(blocks)})
+        self._version += 1
+
+    def add_rows(self, num_rows: int) -> None:
+        """Adds empty rows until there are so many."""
         while len(self.rows) < num_rows:
             self.rows.append([])
             self.first.append(0)
@@ -254,15 +302,18 @@ class BlockTable:
     def _writes_to_shared(self, row: int, old_len: int, new_len: int) -> bool:
         if new_len == old_len or old_len % self.group.block_size == 0 or not self.rows[row]:
             return False
-        return self.group.manager.owners(self.rows[row][-1]) > 1
+        return self.group.manager.is_shared(self.rows[row][-1])
 
     def _replace_shared(self, rows: Sequence[int]) -> Pairs:
-        """Gives rows that will write to a shared last block one of their own; the last owner keeps the block."""
+        """Gives rows that will write to a shared last block one of their own; the last owner keeps the block.
+
+        (Not where what it holds is kept for other rows.)
+        """
         copies: Pairs = []
         for row in rows:
             shared = self.rows[row][-1]
             leaving = sum(source == shared for source, _ in copies)
-            if self.group.manager.owners(shared) - leaving > 1:
+            if self.group.manager.owners(shared) - leaving > 1 or self.group.manager.is_kept(shared):
                 [block] = self.group.allocate(1)
                 copies.append((shared, block))
                 self.rows[row][-1] = block

@@ -14,6 +14,7 @@ from ..ops.kv_format import KV_FORMATS, KVFormat
 from ..ops.metadata import QuantizedKV
 from ..ops.transfer import to_device
 from .block_group import BlockGroup, LayerStore, by_device
+from .prefix_index import PrefixIndex
 
 #: What free code blocks are filled with where others get NaN: their scales are NaN then.
 _POISON = 0xFF
@@ -61,7 +62,7 @@ class CodedGroup(BlockGroup):
     """The wide blocks of layers with one sliding window; `codes` is the group of their codes.
 
     Args:
-        block_size, sliding_window, lock: as of `BlockGroup`.
+        block_size, sliding_window, lock, index: as of `BlockGroup`.
         formats: layer -> name of its format, the pool's; written by `settle`.
         wanted: name of the format that was asked for.
         default: name of the format of layers that are not in `formats`.
@@ -77,9 +78,10 @@ class CodedGroup(BlockGroup):
         formats: dict[int, str],
         wanted: str,
         default: str,
+        index: PrefixIndex,
     ) -> None:
-        super().__init__(block_size, sliding_window, lock)
-        self.codes = BlockGroup(block_size, sliding_window, lock)
+        super().__init__(block_size, sliding_window, lock, index)
+        self.codes = BlockGroup(block_size, sliding_window, lock, index)
         self.wanted = wanted
         self._formats, self._default = formats, default
         self._code_addresses: dict[torch.device, tuple[Any, Any]] = {}  # of the layers that blocks were last coded in
@@ -87,6 +89,14 @@ class CodedGroup(BlockGroup):
     @property
     def version(self) -> int:
         return self.manager.version + self.codes.manager.version
+
+    @property
+    def needs_all(self) -> bool:
+        return False  # most of a row's blocks are codes
+
+    def forget_content(self) -> None:
+        super().forget_content()
+        self.codes.forget_content()
 
     def kv(self, store: LayerStore) -> QuantizedKV:
         """A store's blocks of both kinds, with tensors for every segment."""
@@ -105,6 +115,7 @@ class CodedGroup(BlockGroup):
             self._formats[layer_idx] = name
             store = self.stores.get(layer_idx)
             if isinstance(store, CodedStore) and store.codes.format.name != name:
+                self.forget_content()
                 del self.stores[layer_idx]
 
     def quantize_blocks(self, stores: Sequence[LayerStore], pairs: list[tuple[int, int]]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..ops.kv_format import WIDE_BEHIND, end_of_codes
 from ..ops.metadata import CodedRows
 from .block_table import BlockTable, Pairs
 from .coded_group import CodedGroup
+from .prefix_index import Entry, Part
 
 Recode = Callable[[Pairs], None]
 
@@ -48,12 +49,15 @@ class CodedTable(BlockTable):
             first = 0
         return first <= min(oldest // size, max(length // size - WIDE_BEHIND, 0))
 
-    def coded_rows(self, step: int = 1) -> CodedRows:
-        return CodedRows(self.anchors[::step], self.codes.rows[::step], self.codes.first[::step])
+    def coded_rows(self, rows: Sequence[int]) -> CodedRows:
+        codes = self.codes
+        return CodedRows(
+            [self.anchors[row] for row in rows], [codes.rows[row] for row in rows], [codes.first[row] for row in rows]
+        )
 
     def each_once(self) -> tuple[list[list[int]], list[int], CodedRows]:
         """`rows`, `first` and the others without the wide blocks that are codes, too."""
-        rows, first, coded = [], [], self.coded_rows()
+        rows, first, coded = [], [], self.coded_rows(range(len(self.rows)))
         for row, blocks in enumerate(self.rows):
             end = self._end_of_codes(row)
             both = max(end - self.first[row], 0) if self.codes.rows[row] else 0
@@ -110,7 +114,7 @@ class CodedTable(BlockTable):
         if all(0 < old % size <= size - (new - old) for old, new in zip(old_lens, new_lens, strict=True)):
             # Most steps: every row stays in its last block.
             return super().grow(old_lens, new_lens, [first * size for first in self.first])
-        self._add_rows(len(new_lens))
+        self.add_rows(len(new_lens))
         if not holds_new:
             self.group.ensure_free(len(new_lens) // copies_per_row * (2 + WIDE_BEHIND))
         tails, code_ends, codes_from = [], [], []
@@ -174,6 +178,36 @@ class CodedTable(BlockTable):
         super().select(indices)
         self.codes.select(indices)
 
+    def longest_prefix(self, entries: Sequence[Entry], num_tokens: int) -> int:
+        """As of `BlockTable`: wide blocks must be there for all that the next token sees wide, codes for the rest."""
+        size = self.group.block_size
+        length = min(num_tokens, len(entries) * size)
+        while length > 0:
+            tail, window = self._parts(entries, length)
+            wide = [*([0] if tail and not window else []), *range(tail, self.num_blocks(length))]
+            if all(self.group in entries[i].blocks for i in wide) and all(
+                self.codes.group in entries[i].blocks for i in range(max(window, 1), tail)
+            ):
+                break
+            length = (length - 1) // size * size
+        return length
+
+    def take_prefix(self, row: int, entries: Sequence[Entry], num_tokens: int) -> None:
+        tail, window = self._parts(entries, num_tokens)
+        self._take(row, tail, entries[tail : self.num_blocks(num_tokens)])
+        if tail and not window:
+            self.anchors[row] = self._changes[row, 0] = anchor = entries[0].blocks[self.group]
+            self.group.retain([anchor])
+        first_code = max(window, 1)
+        self.codes._take(row, first_code, entries[first_code:tail])
+
+    def full_blocks(self, row: int, num_tokens: int) -> Iterator[tuple[Part, int, int]]:
+        anchor = self.anchors[row]
+        if anchor is not None and num_tokens >= self.group.block_size:
+            yield self.group, 0, anchor
+        yield from super().full_blocks(row, num_tokens)
+        yield from self.codes.full_blocks(row, num_tokens)
+
     def take_no_room(self) -> None:
         self.codes.take_no_room()
 
@@ -193,8 +227,9 @@ class CodedTable(BlockTable):
         super().release()
         self.codes.release()
 
-    def _add_rows(self, num_rows: int) -> None:
-        super()._add_rows(num_rows)
+    def add_rows(self, num_rows: int) -> None:
+        super().add_rows(num_rows)
+        self.codes.add_rows(num_rows)
         self.anchors += [None] * (num_rows - len(self.anchors))
 
     def _columns_of(self, row: int) -> list[int]:
@@ -209,6 +244,15 @@ class CodedTable(BlockTable):
                 self._let_anchor_go(row)
                 self.anchors[row] = self.anchors[leader]
                 self.group.retain(_there([self.anchors[row]]))
+
+    def _parts(self, entries: Sequence[Entry], length: int) -> tuple[int, int]:
+        """Where the tail of a row of so many tokens begins, and the first block that the next token sees at all."""
+        size = self.group.block_size
+        tail = max(length // size - WIDE_BEHIND, 0)
+        window = min(self._first_seen(length), tail)
+        if length % size == 0:  # the next `flush` makes codes that are missing of blocks that are wide
+            tail = next((i for i in range(max(window, 1), tail) if self.codes.group not in entries[i].blocks), tail)
+        return tail, window
 
     def _end_of_codes(self, row: int) -> int:
         return self.codes.first[row] + len(self.codes.rows[row])

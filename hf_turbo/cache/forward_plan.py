@@ -15,6 +15,14 @@ from .block_table import BlockTable
 from .token_tree import TokenTree
 
 
+class DraftsUnsuited(NotImplementedError):
+    """A model does something in a forward that drafted tokens can't be verified with. The message says what."""
+
+
+class PackedUnsuited(NotImplementedError):
+    """A model does something in a forward that several rows can't share. The message says what."""
+
+
 @dataclass
 class RowLayout:
     """How the columns of a batch map to what is stored of each row.
@@ -31,7 +39,9 @@ class RowLayout:
         only_ones_follow: who runs the model promises that each mask is the last one read, with ones after it: it is
             not fetched from the device.
         tree: the shape of the drafts that the next forward verifies, with a row of the batch for each node of each row
-            and one column; None: it is an ordinary one.
+            and one column; None: it verifies none.
+        packed: how many tokens each row brings to the next forward, whose batch is either one row of all those tokens
+            or a row for each; None: the rows of the batch are the cache's.
     """
 
     padding: list[int] = field(default_factory=list)
@@ -40,6 +50,20 @@ class RowLayout:
     columns_read: int = 0
     only_ones_follow: bool = False
     tree: TokenTree | None = None
+    packed: list[int] | None = None
+
+    def next_lengths(self, num_columns: int) -> list[int]:
+        """Tokens of each row with those that the next forward brings to so many columns."""
+        if self.packed is not None:
+            return [length + n for length, n in zip(self.lengths(num_columns), self.packed, strict=True)]
+        return self.lengths(num_columns + (1 if self.tree is None else self.tree.num_nodes))
+
+    @property
+    def unsuited(self) -> type[NotImplementedError] | None:
+        """What a model raises that can't do what the next forward asks of it; None: that is an ordinary one."""
+        if self.tree is not None:
+            return DraftsUnsuited
+        return None if self.packed is None else PackedUnsuited
 
     def lengths(self, num_columns: int) -> list[int]:
         """Stored tokens of each row after so many columns."""
@@ -57,6 +81,11 @@ class RowLayout:
         behind = [pad - lead for pad, lead in zip(self.padding, left, strict=True)]
         self.behind = behind if any(behind) else []
         return num_columns
+
+    def add_rows(self, num_rows: int, num_columns: int) -> None:
+        """Adds rows that have no tokens yet to those that have come to so many columns."""
+        self.behind = (self.behind or [0] * len(self.padding)) + [num_columns] * num_rows
+        self.padding = self.padding + [num_columns] * num_rows
 
     def select(self, rows: Sequence[int]) -> None:
         """Makes row `i` what row `rows[i]` is."""
@@ -114,7 +143,8 @@ class ForwardPlan:
         store_metadata: for storing: the first row of every group of equal prompts.
         keep_last: store only so many tokens at the end of each row; None for all.
         dense: the layers return plain keys and values, as a stock cache would.
-        is_tree: the batch has a row for each node of a token tree; `metadata` has one sequence for each tree.
+        unsuited: as of `RowLayout`. None: each row of the batch is a sequence of `metadata`. Otherwise the batch has a
+            row for each node of a token tree, or one row for the tokens of all sequences.
         query_index: int64 `[total_q]`, the real tokens among the `batch * q_len` columns; None when all are.
         store_index: the same for the rows that are stored.
         stock_mask: makes the mask that the stock attention would have had.
@@ -127,7 +157,7 @@ class ForwardPlan:
     store_metadata: AttentionMetadata
     keep_last: int | None
     dense: bool
-    is_tree: bool = False
+    unsuited: type[NotImplementedError] | None = None
     copies_per_row: int = 1
     query_index: torch.Tensor | None = None
     store_index: torch.Tensor | None = None
@@ -177,12 +207,14 @@ def make_plan(
     codes, reads_blocks = table.codes, table.group.prompts_read_blocks
     holds_new = codes is None or start > 0  # a prompt of a quantized cache is attended to as it is, without the cache
     store_tail = window > 1 and start == 0 and (not holds_new or (not dense and reads_blocks is False))
+    store_tail = store_tail and not table.group.keeps_texts  # what is kept for other texts is all of the prompt
     ends = new_lens if store_tail else old_lens
     keep_from = [max(end - window + 1, 0) if window else 0 for end in ends]
     copies = table.grow(old_lens, new_lens, keep_from, copies_per_row, holds_new)
 
     def metadata(step: int) -> AttentionMetadata:
-        return _metadata(table, old_lens, new_lens, device, step, is_fresh, holds_new)
+        rows = range(0, len(new_lens), step)
+        return _metadata(table, old_lens, new_lens, device, rows, is_fresh, holds_new)
 
     full = metadata(1)
     stored = sum(full.q_lens_cpu[::copies_per_row])
@@ -217,9 +249,35 @@ def make_tree_plan(
     keep_from = [max(length - keep_window + 1, 0) if keep_window else 0 for length in old_lens]
     copies = table.grow(old_lens, new_lens, keep_from, reach=tree.max_depth + 1)
     nodes = None if tree.is_chain else tree_nodes(tree, table.group.sliding_window, len(old_lens), device)
-    full = _metadata(table, old_lens, new_lens, device, tree=nodes)
+    full = _metadata(table, old_lens, new_lens, device, range(len(old_lens)), tree=nodes)
     num_rows = len(old_lens) * tree.num_nodes
-    return ForwardPlan(start, num_rows, 1, full, full, keep_last=None, dense=False, is_tree=True), copies
+    return ForwardPlan(start, num_rows, 1, full, full, None, dense=False, unsuited=DraftsUnsuited), copies
+
+
+def make_packed_plan(
+    table: BlockTable,
+    layout: RowLayout,
+    start: int,
+    q_lens: Sequence[int],
+    num_rows: int,
+    keep_window: int | None,
+    device: torch.device,
+) -> tuple[ForwardPlan, list[tuple[int, int]]]:
+    """The same for a forward to which rows bring different numbers of tokens.
+
+    Args:
+        start, keep_window: as in `make_plan`.
+        q_lens: tokens of each row; rows that bring none are left out.
+        num_rows: of the batch: 1, or one for each token.
+    """
+    old_lens = layout.lengths(start)
+    new_lens = [length + n for length, n in zip(old_lens, q_lens, strict=True)]
+    keep_from = [max(length - keep_window + 1, 0) if keep_window else 0 for length in old_lens]
+    copies = table.grow(old_lens, new_lens, keep_from)
+    rows = [row for row, n in enumerate(q_lens) if n]
+    full = _metadata(table, old_lens, new_lens, device, rows)
+    columns = sum(q_lens) // num_rows
+    return ForwardPlan(start, num_rows, columns, full, full, None, dense=False, unsuited=PackedUnsuited), copies
 
 
 def tree_nodes(tree: TokenTree, window: int | None, num_seqs: int, device: torch.device) -> TreeNodes:
@@ -233,34 +291,42 @@ def _metadata(
     old_lens: Sequence[int],
     new_lens: Sequence[int],
     device: torch.device,
-    step: int = 1,
+    rows: Sequence[int],
     is_fresh: bool = False,
     holds_new: bool = True,
     tree: TreeNodes | None = None,
 ) -> AttentionMetadata:
-    """The geometry of every `step`-th row."""
-    q_lens = [new - old for old, new in zip(old_lens[::step], new_lens[::step], strict=True)]
-    num_rows = len(q_lens)
-    aligned = [0] * (-num_rows % 4)  # kernels are specialised on pointers that are multiples of 16 bytes
-    both = [*new_lens[::step], *aligned, 0, *itertools.accumulate(q_lens)]
+    """The geometry of these rows."""
+    lens = [new_lens[row] for row in rows]
+    q_lens = [new_lens[row] - old_lens[row] for row in rows]
+    aligned = [0] * (-len(lens) % 4)  # kernels are specialised on pointers that are multiples of 16 bytes
+    both = [*lens, *aligned, 0, *itertools.accumulate(q_lens)]
     lens_and_starts = to_device(both, device, torch.int32)
+    codes = table.codes
     return AttentionMetadata(
-        block_tables=table.tensor(device)[::step],
-        seq_lens=lens_and_starts[:num_rows],
-        cu_seqlens_q=lens_and_starts[num_rows + len(aligned) :],
+        block_tables=_rows_of(table.tensor(device), rows),
+        seq_lens=lens_and_starts[: len(lens)],
+        cu_seqlens_q=lens_and_starts[len(lens) + len(aligned) :],
         max_seqlen_q=max(q_lens, default=0),
-        max_seqlen_k=max(new_lens, default=0),
+        max_seqlen_k=max(lens, default=0),
         sliding_window=table.group.sliding_window,
         is_fresh=is_fresh,
-        seq_lens_cpu=list(new_lens[::step]),
+        seq_lens_cpu=lens,
         q_lens_cpu=q_lens,
-        block_ids_cpu=table.rows[::step],
-        first_blocks_cpu=table.first[::step],
-        code_tables=None if table.codes is None else table.codes.tensor(device)[::step],
-        coded_rows=table.coded_rows(step),
+        block_ids_cpu=[table.rows[row] for row in rows],
+        first_blocks_cpu=[table.first[row] for row in rows],
+        code_tables=None if codes is None else _rows_of(codes.tensor(device), rows),
+        coded_rows=table.coded_rows(rows),
         holds_new=holds_new,
         tree=tree,
     )
+
+
+def _rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of a tensor; a view of it where they are evenly spaced."""
+    if isinstance(rows, range):
+        return x[:: rows.step]
+    return x if len(rows) == len(x) else x.index_select(0, to_device(list(rows), x.device))
 
 
 def _real_tokens(q_lens: Sequence[int], q_len: int, device: torch.device) -> torch.Tensor | None:

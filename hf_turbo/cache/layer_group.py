@@ -12,7 +12,7 @@ from .block_group import LayerStore, by_device
 from .block_table import BlockTable, Pairs
 from .coded_group import CodedGroup
 from .coded_table import CodedTable
-from .forward_plan import ForwardPlan, RowLayout, make_plan, make_tree_plan
+from .forward_plan import ForwardPlan, RowLayout, make_packed_plan, make_plan, make_tree_plan
 from .token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -87,6 +87,19 @@ class LayerGroup:
         self._copy_blocks(copies)
         return self.plan
 
+    def begin_packed(self, start: int, q_lens: Sequence[int], num_rows: int, device: torch.device) -> ForwardPlan:
+        """The same for tokens of which each row brings a number of its own, in so many rows of the batch."""
+        self._forget_failed(start)
+        if device.type != "cpu":
+            self.table.take_no_room()
+        self._flush(start)
+        self.num_columns = start + max(q_lens)
+        self.plan, copies = make_packed_plan(
+            self.table, self.layout, start, q_lens, num_rows, self.window_kept, device
+        )
+        self._copy_blocks(copies)
+        return self.plan
+
     def advance(self, start: int, num_nodes: int = 1, reach: int = 1, is_first: bool = True) -> None:
         """Takes blocks for one more column of every row after `start`; a captured step fills them.
 
@@ -104,6 +117,14 @@ class LayerGroup:
         new_lens = [length + num_nodes for length in old_lens]
         self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start), reach=reach))
         self.table.group.stored_tokens += 0 if self.layout.tree else len(new_lens)
+
+    def advance_packed(self, start: int) -> None:
+        """The same where the layout says what each row brings; of a quantized cache that is not captured."""
+        self.plan = None
+        self._forget_failed(start)
+        old_lens, new_lens = self.layout.lengths(start), self.layout.next_lengths(start)
+        self.num_columns = start + max(new - old for old, new in zip(old_lens, new_lens, strict=True))
+        self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start)))
 
     def keep(self, lengths: Sequence[int], num_columns: int, may_shrink: bool) -> None:
         """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already.

@@ -13,20 +13,17 @@ from ..compat import crop_argument
 from ..ops import dispatch
 from ..ops.deferred import DeferredMode
 from ..ops.metadata import LayerKV, QuantizedKV
+from . import prefixes
 from .block_group import LayerStore
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .coded_group import CodedGroup
 from .coded_table import CodedTable
-from .forward_plan import ForwardPlan, RowLayout
+from .forward_plan import ForwardPlan, PackedUnsuited, RowLayout
 from .layer_group import LayerGroup
 
 #: Keys and values that have been stored carry their layer under this name to the attention function.
 LAYER_ATTRIBUTE = "_hf_turbo_layer"
-
-
-class DraftsUnsuited(NotImplementedError):
-    """A model does something in a forward that drafted tokens can't be verified with. The message says what."""
 
 
 class MaskLength(int):
@@ -116,10 +113,10 @@ class PagedLayer(CacheLayerMixin):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         start, (num_rows, _, q_len, _) = self.length, key_states.shape
         plan = self.group.plan
-        if self.group.layout.tree is not None:
-            if plan is None or not plan.is_tree or not plan.fits(start, num_rows, q_len):
-                raise DraftsUnsuited("a layer makes no mask of Transformers' before it caches")
-            return self._update_tree(plan, key_states, value_states)
+        if (unsuited := self.group.layout.unsuited) is not None:
+            if plan is None or plan.unsuited is None or not plan.fits(start, num_rows, q_len):
+                raise unsuited("a layer makes no mask of Transformers' before it caches")
+            return self._update_rows(plan, key_states, value_states)
         if plan is None or not plan.fits(start, num_rows, q_len):
             plan = self.group.begin(start, num_rows, q_len, key_states.device, dense=True)
         if self.store is None or not self.store.matches(key_states, value_states):
@@ -134,16 +131,17 @@ class PagedLayer(CacheLayerMixin):
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
 
-    def _update_tree(
+    def _update_rows(
         self, plan: ForwardPlan, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores drafted tokens, which count once it is known which of them stay."""
+        """Stores tokens of rows that are not the batch's; `keep` counts those that stay."""
         if self.store is None or not self.store.matches(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         kv = self.kv()
-        wide = kv.wide if isinstance(kv, QuantizedKV) else kv  # a draft's block is never in codes
+        if self.group.layout.tree is not None and isinstance(kv, QuantizedKV):
+            kv = kv.wide  # a draft's block is never in codes
         metadata = plan.metadata.on(key_states.device)
-        dispatch.store_kv(plan.pack(key_states), plan.pack(value_states), wide, metadata)
+        dispatch.store_kv(plan.pack(key_states), plan.pack(value_states), kv, metadata)
         setattr(key_states, LAYER_ATTRIBUTE, self)
         setattr(value_states, LAYER_ATTRIBUTE, self)
         return key_states, value_states
@@ -187,6 +185,8 @@ class PagedLayer(CacheLayerMixin):
         return length, offset
 
     def get_seq_length(self) -> int:
+        if self.group.layout.packed is not None:
+            raise PackedUnsuited("the model reads the cache's length, of which each row has its own")
         return self.length
 
     def get_max_length(self) -> int:
@@ -233,6 +233,8 @@ class PagedCache(Cache):
         self.model_is_as_it_was = False
         #: Whether others than the call that made it may look at it.
         self.is_given = True
+        #: Under which domain the rows' tokens say all of what they hold; None: they do not, or nobody has looked.
+        self.prefix_domain: bytes | None = None
         #: Where forwards leave what the model's head is given, if that is asked for: a `HeadInput`.
         self.head_input: Any = None
         self.layout = RowLayout(copies_per_row=copies_per_row)
@@ -258,6 +260,10 @@ class PagedCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False  # True would make generate() build 4D masks and compile the forward by itself
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """For the mask's builder; our mask function does not look at it where rows are packed."""
+        return self.layers[layer_idx].length
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Keys, values and sliding window of each layer, as a `DynamicCache` gives them."""
@@ -291,12 +297,17 @@ class PagedCache(Cache):
         Args:
             ahead: tokens that rows may have got by forwards under way, at most; their blocks are there.
 
-        While it verifies drafts, for all nodes of the tree; `keep` counts what stays of them.
+        While it verifies drafts, for all nodes of the tree; where rows are packed, for what each of them brings. `keep`
+        counts what stays of those.
         """
         tree = self.layout.tree
+        if self.layout.packed is not None:
+            for group in self.groups.values():
+                group.advance_packed(self.num_columns)
+            return
         num_nodes, reach = (1, 1) if tree is None else (tree.num_nodes, tree.max_depth + 1)
         for group in self.groups.values():
-            group.advance(self.get_seq_length(), num_nodes + ahead, reach + ahead, is_first=not ahead)
+            group.advance(self.num_columns, num_nodes + ahead, reach + ahead, is_first=not ahead)
 
     def move_accepted(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """After a forward of a tree: moves the nodes of each row's path to where the row's next tokens belong.
@@ -362,6 +373,43 @@ class PagedCache(Cache):
             group.select(rows)
         self.layout.select(rows)
 
+    def add_rows(self, num_rows: int) -> None:
+        """Adds rows without tokens at the end."""
+        self.layout.add_rows(num_rows, self.get_seq_length())
+        for group in self.groups.values():
+            group.table.add_rows(self.batch_size)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns so far, also while a forward is under way that must not ask for them."""
+        return self.layers[0].length
+
+    @property
+    def lengths(self) -> list[int]:
+        """Stored tokens of each row."""
+        return self.layout.lengths(self.num_columns)
+
+    def find_prefix(self, row: int, tokens: Sequence[int], domain: bytes) -> int:
+        """Makes a row that is there and has no tokens begin with what the pool has kept of a text.
+
+        Args:
+            tokens: of the text, at least one.
+            domain: all else that its keys and values depend on; see `PatchHandle.prefix_domain`.
+
+        Returns:
+            How many tokens the row has now: full blocks, fewer than there are tokens.
+        """
+        return prefixes.find_row(self, row, tokens, domain)
+
+    def register_prefix(self, row: int, tokens: Sequence[int], domain: bytes) -> None:
+        """Has a row's full blocks kept, once nobody holds them, for texts that begin alike.
+
+        Args:
+            tokens: the row's; those that it does not hold yet are left out.
+            domain: as of `find_prefix`, when they were computed.
+        """
+        prefixes.register_row(self, row, tokens, domain)
+
     def _set_length(self, length: int) -> None:
         for layer in self.layers:
             layer.length = length
@@ -370,7 +418,7 @@ class PagedCache(Cache):
         other = PagedCache.__new__(PagedCache)
         memo[id(self)] = other
         other.pool, other.model_is_as_it_was, other.head_input, other.is_given = self.pool, False, None, True
-        other.layout = self.layout.copy()
+        other.layout, other.prefix_domain = self.layout.copy(), None
         windows = [layer.sliding_window for layer in self.layers]
         other._adopt({window: group.table.copy() for window, group in self.groups.items()}, windows)
         for window, group in self.groups.items():

@@ -29,8 +29,10 @@ class StepGroup:
     Args:
         blocks: the pool's group.
         num_columns: blocks that a row can have.
-        seq_lens: int32 `[num_rows]`, shared by all groups; unused rows have a length of 0.
-        cu_seqlens_q: int32 `[num_rows + 1]`, one query a row, or one for each node of a token tree.
+        seq_lens: int32 `[num_seqs]`, shared by all groups; unused sequences have a length of 0.
+        cu_seqlens_q: int32 `[num_seqs + 1]`, the same.
+        num_rows: of the batch, each with one query.
+        max_seqlen_q: queries of a sequence at most.
         tree: the shape of the drafts that the step verifies; another with as many nodes may be loaded later. None:
             each row has one token.
     """
@@ -41,30 +43,31 @@ class StepGroup:
         num_columns: int,
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
+        num_rows: int,
+        max_seqlen_q: int,
         tree: TokenTree | None = None,
     ) -> None:
-        num_rows, num_nodes = len(seq_lens), 1 if tree is None else tree.num_nodes
+        num_seqs = len(seq_lens)
         self.blocks = blocks
         self.sliding_window = blocks.sliding_window
-        self.block_tables = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=seq_lens.device)
+        self.block_tables = torch.zeros(num_seqs, num_columns, dtype=torch.int32, device=seq_lens.device)
         self._tree = tree
         self._nodes: TreeNodes | None = None
         if tree is not None and not tree.is_chain:
-            self._nodes = tree_nodes(tree, self.sliding_window, num_rows, seq_lens.device)
+            self._nodes = tree_nodes(tree, self.sliding_window, num_seqs, seq_lens.device)
         #: Of a quantized cache.
         self.code_tables = None if blocks.codes is None else torch.zeros_like(self.block_tables)
         metadata = AttentionMetadata(
             self.block_tables,
             seq_lens,
             cu_seqlens_q,
-            max_seqlen_q=num_nodes,
+            max_seqlen_q=max_seqlen_q,
             max_seqlen_k=num_columns * blocks.block_size,
             sliding_window=blocks.sliding_window,
             code_tables=self.code_tables,
             tree=self._nodes,
         )
-        num_tokens = num_rows * num_nodes
-        self.plan = ForwardPlan(0, num_tokens, 1, metadata, metadata, keep_last=None, dense=False)
+        self.plan = ForwardPlan(0, num_rows, 1, metadata, metadata, keep_last=None, dense=False)
 
     def load_tree(self, tree: TokenTree) -> None:
         """Copies a tree's shape to where the step reads it."""

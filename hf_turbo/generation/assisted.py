@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..cache.paged_cache import DraftsUnsuited, PagedCache
+from ..cache.forward_plan import DraftsUnsuited
+from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from .draft_model import MAX_PADDING, DraftModel
 from .paced import Paced, most_drafted, paced

@@ -20,6 +20,7 @@ from .columns import Columns
 from .finished_beams import Candidates, FinishedBeams
 from .known import criteria_are_known, processors_are_known
 from .loop import runs_ahead
+from .prefix import keep_text
 from .step import DecodeSteps, is_stock, knows_steps
 from .stopping import StopRules
 
@@ -75,6 +76,8 @@ def beam_search(
                 beams.finished.add(step)  # the device is busy meanwhile
                 ahead.catch_up(rows, keep_step=not beams.finished.search_is_over)
             else:
+                if beams.are_done:
+                    beams.keep_texts(cache)
                 cache.select_rows(rows)
             goes_on = outputs is not None or beams.finished.surely_goes_on(step)
             if not goes_on:
@@ -203,6 +206,16 @@ class _Beams:
             for prompt, chosen in enumerate(step.chosen)
             for place in chosen
         ]
+
+    def keep_texts(self, cache: PagedCache) -> None:
+        """Has the blocks of the beams that ran before the last step kept for texts that begin alike."""
+        step = len(self._history) - 2
+        if cache.prefix_domain is not None and step >= 0:
+            for row, prompt in enumerate(self._prompt.tolist()):
+                number, beam = divmod(row, self._beams)
+                place = self._history[step][1][number][beam]
+                _, tokens, _ = self._trace(number, beam, step * self._candidates + place)
+                keep_text(cache, row, prompt + tokens)
 
     def result(self, cache: PagedCache) -> GenerateBeamDecoderOnlyOutput | torch.Tensor:
         """What `_beam_search` returns."""

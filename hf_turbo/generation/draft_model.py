@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..cache.paged_cache import DraftsUnsuited, PagedCache
+from ..cache.forward_plan import DraftsUnsuited
+from ..cache.paged_cache import PagedCache
 from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..ops.dispatch import argmax
@@ -92,24 +93,34 @@ class DraftModelDrafter:
         if self.borrowed is not None:
             self.borrowed.release()
 
+    def patched_for(self, model: Any) -> ExitStack:
+        """Has the draft model patched until what is returned is closed.
+
+        Args:
+            model: that verifies.
+
+        Raises:
+            DraftsUnsuited: hf_turbo steps aside for the draft model, or that is on another device.
+        """
+        if self.model.device != model.device:
+            raise DraftsUnsuited(f"the draft model is on {self.model.device}, the model on {model.device}")
+        with ExitStack() as stack:
+            if self.borrowed is not None:
+                stack.enter_context(self.borrowed)
+            if reason := self.model._hf_turbo.model_reason:
+                raise DraftsUnsuited(f"hf_turbo steps aside for the draft model: {reason}")
+            return stack.pop_all()
+
     def begin(self, context: DraftContext) -> _Session:
         """Computes the prompts.
 
         Raises:
-            DraftsUnsuited: the prompt is no tokens, hf_turbo steps aside for the draft model, or that is on another
-                device.
+            DraftsUnsuited: the prompt is no tokens, or as of `patched_for`.
         """
         if context.texts.num_prompt == 0:
             raise DraftsUnsuited("a draft model reads tokens, and the prompt has none")
-        if self.model.device != context.model.device:
-            raise DraftsUnsuited(f"the draft model is on {self.model.device}, the model on {context.model.device}")
-        with ExitStack() as stack:
-            if self.borrowed is not None:
-                stack.enter_context(self.borrowed)
-            handle = self.model._hf_turbo
-            if handle.model_reason:
-                raise DraftsUnsuited(f"hf_turbo steps aside for the draft model: {handle.model_reason}")
-            session = _Session(self.model, handle.new_cache(), context)
+        with self.patched_for(context.model) as stack:
+            session = _Session(self.model, self.model._hf_turbo.new_cache(), context)
             session.on_close = stack.pop_all()
         return session
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -12,10 +10,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..handle import PatchHandle
-from ..modeling.prompt_forward import forward_prompt
 from .assisted import assistance, for_own_checks, try_drafts
 from .beam_loop import beam_search, can_search
 from .loop import can_sample, sample
+from .prefix import begin_text, keep_texts
 
 
 class TurboGenerationMixin:
@@ -41,6 +39,7 @@ class TurboGenerationMixin:
             pass  # said when it was patched
         elif given is not None:
             if isinstance(given, PagedCache):
+                given.is_given, given.prefix_domain = True, None
                 if copies > 1 and given.batch_size == batch_size:  # each row goes on in several ways
                     given.batch_repeat_interleave(copies)
             else:
@@ -57,6 +56,15 @@ class TurboGenerationMixin:
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, mode, batch_size, *args, **kwargs
         )
+
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The prompts' forward, without what the prefix cache has."""
+        begin_text(self, input_ids, generation_config, model_kwargs)
+        outputs = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        keep_texts(model_kwargs.get(CACHE_NAME), input_ids)
+        return outputs
 
     def _sample(
         self,
@@ -75,10 +83,13 @@ class TurboGenerationMixin:
             if result is not None:
                 return result
         if can_sample(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs):
-            return sample(
+            result = sample(
                 self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
-        return super()._sample(*call, **model_kwargs)  # type: ignore[misc]
+        else:
+            result = super()._sample(*call, **model_kwargs)  # type: ignore[misc]
+        keep_texts(model_kwargs.get(CACHE_NAME), result if isinstance(result, torch.Tensor) else result.sequences)
+        return result
 
     def _assisted_decoding(
         self,
@@ -143,65 +154,6 @@ class TurboGenerationMixin:
             raise
         manager._original_attn_impl = handle.attention  # what it puts back when it stops
         return manager
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles by way of the original class: the patched one exists in memory only."""
-        state = super().__reduce_ex__(protocol)[2:]
-        return (_make_patched, (self._hf_turbo_original_class,), *state)
-
-
-@cache
-def patched_class(original: Any) -> Any:
-    """A subclass of `original` under the same name, with our mixin first."""
-    body = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_hf_turbo_original_class": original,
-        "forward": _forward_of(original),
-    }
-    return type(original.__name__, (TurboGenerationMixin, original), body)
-
-
-def _forward_of(original: Any) -> Any:
-    """The forward of a patched class: by a captured step where it is one, else the model's own.
-
-    Transformers reads the names of the arguments off it.
-    """
-
-    parameters = list(inspect.signature(original.forward).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-    @wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own, handle = partial(original.forward, self), self._hf_turbo
-        if handle.model_reason or torch.compiler.is_compiling() or len(args) > len(names):
-            return own(*args, **kwargs)
-        named = dict(zip(names, args, strict=False))
-        if not kwargs.keys().isdisjoint(named):
-            return own(*args, **kwargs)  # an error that the model's own words fit
-        kwargs |= named
-        if "tokenizer" not in names:
-            kwargs.pop("tokenizer", None)  # generate() hands on what it has read stop strings with
-        watch = getattr(kwargs.get(CACHE_NAME), "head_input", None)
-        if watch is not None:
-            own = watch.wrapped(own)
-        output = handle.steps.run(self, own, kwargs)
-        if output is None and handle.fuses_prompts:
-            output = forward_prompt(self, own, kwargs, handle.refuse_prompts)
-        return own(**kwargs) if output is None else output
-
-    return forward
-
-
-def original_class(model: Any) -> Any:
-    """The class that a patched instance had before."""
-    return type(model)._hf_turbo_original_class
-
-
-def _make_patched(original: Any) -> Any:
-    cls = patched_class(original)
-    return cls.__new__(cls)
 
 
 def _why_not(handle: PatchHandle, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:

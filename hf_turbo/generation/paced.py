@@ -44,6 +44,7 @@ class Paced:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self._paces: dict[int | None, Pace] = {}
+        self._seeded: list[Pace] = []  # of calls under way
         self._of_seeded_calls = PaceStats()
 
     @contextmanager
@@ -59,15 +60,18 @@ class Paced:
             yield self._paces.setdefault(bucket_of(num_rows), kind(self.drafter.sizes))
             return
         pace = Nominal(self.drafter) if chooses else SteadyNominal(self.drafter)
+        self._seeded.append(pace)
         try:
             yield pace
         finally:
+            self._seeded.remove(pace)
             self._of_seeded_calls = _sum([self._of_seeded_calls, pace.stats()])
 
     def stats(self) -> PaceStats:
         """Of all numbers of rows together; on where one of them is."""
         each = [pace.stats() for pace in self._paces.values()]
-        return replace(_sum([*each, self._of_seeded_calls]), is_on=not each or any(stats.is_on for stats in each))
+        seeded = [pace.stats() for pace in self._seeded] + [self._of_seeded_calls]
+        return replace(_sum([*each, *seeded]), is_on=not each or any(stats.is_on for stats in each))
 
 
 def _sum(each: Sequence[PaceStats]) -> PaceStats:

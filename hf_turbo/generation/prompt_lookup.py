@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ..cache.token_tree import TokenTree
+from ..ops.transfer import to_device
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens, cost_to_verify
 from .match_gain import MatchGain
+from .pace import Pace
 from .suffix_index import SuffixIndex
 from .texts import Texts
 
@@ -41,7 +43,8 @@ class PromptLookup:
         if not isinstance(min_match, int) or min_match < 1:
             raise ValueError(f"min_match={min_match!r}: a repeated piece has at least 1 token")
         self.min_match, self.adaptive = min_match, adaptive
-        self._gain = MatchGain()
+        #: What greedy text has taught so far.
+        self.gain = MatchGain()
 
     def __repr__(self) -> str:
         return f"PromptLookup(num_tokens={self.sizes[-1]}, min_match={self.min_match}, adaptive={self.adaptive})"
@@ -68,8 +71,39 @@ class PromptLookup:
     def begin(self, context: DraftContext) -> _Session:
         """Reads the prompts, left padding left out."""
         # What depends on earlier calls would draw other random numbers with the same seed.
-        gain = MatchGain() if context.samples else self._gain
+        gain = MatchGain() if context.samples else self.gain
         return _Session(context, self, gain)
+
+    def repeats(
+        self, rows: Sequence[LookupRow], gain: MatchGain, pace: Pace, size: int, num_unknown: int = 0
+    ) -> list[list[int]]:
+        """What followed the last time in each row: as many tokens as promise most; empty where nothing does.
+
+        Args:
+            rows: with all of their texts that is known.
+            gain: what longer and shorter matches have come to.
+            pace: what rounds with as many rows take.
+            size: tokens a row at most.
+            num_unknown: tokens that each row has more than are known. They are taken for those that followed the last
+                time, and left out.
+
+        Returns:
+            Lists of one of the drafter's sizes, filled up with -1.
+        """
+        sizes = [n for n in self.sizes if n <= size]
+        if self.adaptive:
+            # What is worth a try goes by the lengths of the rows' matches.
+            matches = [row.match if row.match >= self.min_match else 0 for row in rows]
+            expected = [max(gain.expected(match) - num_unknown, 0.0) for match in matches]
+            size = gain.best_size(expected, {n: pace.relative_cost(n) or self.cost(n) for n in sizes})
+        if size == 0:
+            return []
+        proposals = [row.propose(size + num_unknown, self.min_match)[num_unknown:] for row in rows]
+        longest = max(map(len, proposals))
+        if longest == 0:
+            return []
+        length = next(n for n in sizes if n >= longest)
+        return [proposal + [-1] * (length - len(proposal)) for proposal in proposals]
 
 
 class _Session:
@@ -84,32 +118,13 @@ class _Session:
         if mask is not None:
             leading = (mask[:, : texts.num_prompt].cumsum(1) == 0).sum(1).tolist()
             rows = [row[pad:] for row, pad in zip(rows, leading, strict=True)]
-        self._rows = [_Row(row) for row in rows]
+        self._rows = [LookupRow(row) for row in rows]
 
     def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
         for row, new in zip(self._rows, texts.new, strict=True):
             row.read(new, self._drafter.sizes[-1], self._gain)
-        if self._drafter.adaptive:
-            size = self._size(num_unknown)
-        if size == 0:
-            return None
-        # The tokens that are not known are taken for those that followed the last time.
-        proposals = [row.propose(size + num_unknown, self._drafter.min_match)[num_unknown:] for row in self._rows]
-        longest = max(map(len, proposals))
-        if longest == 0:
-            return None
-        length = next(n for n in self._drafter.sizes if n >= longest)
-        filled = [proposal + [-1] * (length - len(proposal)) for proposal in proposals]
-        last = texts.last.unsqueeze(1)
-        tokens = torch.cat([last, torch.tensor(filled).to(last.device, non_blocking=True)], dim=1)
-        return Draft(TokenTree.chain(length), tokens, sum(map(len, proposals)))
-
-    def _size(self, num_unknown: int) -> int:
-        """How many tokens promise most, by the lengths of the rows' matches; 0: none are worth a try."""
-        matches = [row.match if row.match >= self._drafter.min_match else 0 for row in self._rows]
-        expected = [max(self._gain.expected(match) - num_unknown, 0.0) for match in matches]
-        costs = {size: self._pace.relative_cost(size) or self._drafter.cost(size) for size in self._drafter.sizes}
-        return self._gain.best_size(expected, costs)
+        tokens = self._drafter.repeats(self._rows, self._gain, self._pace, size, num_unknown)
+        return chain_of(tokens, texts.last) if tokens else None
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         pass
@@ -124,10 +139,13 @@ class _Session:
         pass
 
 
-class _Row:
+class LookupRow:
     """One row's text, and what would have been drafted lately.
 
     What would have been right is learnt at each token, drafted or not: it costs a comparison.
+
+    Args:
+        tokens: the prompt's.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -138,7 +156,13 @@ class _Row:
         self.match = self._index.match()[0]
 
     def read(self, new: list[int], num_guessed: int, gain: MatchGain) -> None:
-        """Takes in new tokens, and tells how many of those were right that would have been drafted before each."""
+        """Takes in new tokens, and tells how many of those were right that would have been drafted before each.
+
+        Args:
+            new: all after the prompt, those included that have been taken in before.
+            num_guessed: tokens that would have been drafted.
+            gain: learns from it.
+        """
         for token in new[self._num_read :]:
             for guess in [guess for guess in self._guesses if guess.ends_with(token)]:
                 gain.note(guess.match, guess.num_right)
@@ -152,6 +176,12 @@ class _Row:
     def propose(self, num_tokens: int, min_match: int) -> list[int]:
         """What followed the last time; nothing without a match of so many tokens."""
         return self._index.propose(num_tokens, min_match)
+
+
+def chain_of(tokens: Sequence[Sequence[int]], last: torch.Tensor) -> Draft:
+    """A draft of what `PromptLookup.repeats` has found, after each row's newest token, int64 `[rows]`."""
+    chains = torch.cat([last.unsqueeze(1), to_device(tokens, last.device, torch.int64)], dim=1)
+    return Draft(TokenTree.chain(len(tokens[0])), chains, sum(token >= 0 for row in tokens for token in row))
 
 
 @dataclass

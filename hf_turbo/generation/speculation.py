@@ -7,13 +7,15 @@ probabilities. Rows of a batch keep different numbers of tokens; those that have
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..cache.paged_cache import DraftsUnsuited, PagedCache
+from ..cache.forward_plan import DraftsUnsuited
+from ..cache.paged_cache import PagedCache
 from ..cache.token_tree import MAX_NODES, TokenTree
 from ..compat import CACHE_NAME
 from ..modeling.head_input import HeadInput
@@ -22,6 +24,7 @@ from .drafts import Draft, DraftContext, Drafter
 from .known import ProcessorKinds, criteria_are_known
 from .loop import can_sample, runs_ahead
 from .pace import Pace
+from .prefix import keep_text
 from .rows import Rows
 from .stopping import StopRules
 from .tree_steps import TreeSteps
@@ -157,6 +160,7 @@ class _Rounds:
                 ahead = self._goes_ahead and not self._session.is_stale and self._run_ahead(draft)
                 if not ahead:
                     self._run_one(draft)
+            self._keep_texts(range(len(rows.done)))
             if rows.keeps_cache:
                 self._even_out()
         finally:
@@ -237,8 +241,15 @@ class _Rounds:
         """Rows that have ended leave, unless somebody wants to see what is cached of them."""
         rows = [row for row, done in enumerate(self._rows.done) if not done]
         if not self._rows.keeps_cache and len(rows) < len(self._rows.done):
+            self._keep_texts([row for row, done in enumerate(self._rows.done) if done])
             for part in (self._steps, self._session, self._rows):
                 part.select(rows)
+
+    def _keep_texts(self, rows: Iterable[int]) -> None:
+        """Has the blocks of rows that have ended kept for texts that begin alike."""
+        if self._steps.cache.prefix_domain is not None:
+            for row in rows:
+                keep_text(self._steps.cache, row, self._rows.texts.row(row)[0].tolist())
 
     def _even_out(self) -> None:
         """Brings the cache to what it is after as many plain steps: rows that ended earlier go on with padding."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..cache.paged_cache import DraftsUnsuited, PagedCache
+from ..cache.forward_plan import DraftsUnsuited
+from ..cache.paged_cache import PagedCache
 from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..modeling.graphs import Followed

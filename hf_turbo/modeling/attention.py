@@ -18,8 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..cache.coded_group import CodedGroup
-from ..cache.forward_plan import ForwardPlan
-from ..cache.paged_cache import LAYER_ATTRIBUTE, DraftsUnsuited, MaskLength, PagedLayer
+from ..cache.forward_plan import ForwardPlan, PackedUnsuited
+from ..cache.paged_cache import LAYER_ATTRIBUTE, MaskLength, PagedLayer
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch, prompt
 from ..ops.deferred import DeferredMode
@@ -96,11 +96,16 @@ def attention_mask(
     fits = plain and layer.group.sliding_window == local_size
     if isinstance(layer, StepLayer):
         return layer.group.plan if fits else _OTHER_MASK
-    if (tree := layer.group.layout.tree) is not None:
-        return layer.group.begin_tree(layer.length, tree, torch.device(device)) if fits else _OTHER_MASK
+    layout = layer.group.layout
+    if layout.unsuited is not None and not fits:
+        return _OTHER_MASK
+    if layout.tree is not None:
+        return layer.group.begin_tree(layer.length, layout.tree, torch.device(device))
+    if layout.packed is not None:
+        return layer.group.begin_packed(layer.length, layout.packed, batch_size, torch.device(device))
     if not fits:
         return stock_mask()
-    if not layer.group.layout.read_padding(attention_mask, batch_size, layer.length, q_length):
+    if not layout.read_padding(attention_mask, batch_size, layer.length, q_length):
         return stock_mask()
     plan = layer.group.begin(layer.length, batch_size, q_length, torch.device(device), dense=False)
     plan.stock_mask = stock_mask
@@ -140,9 +145,11 @@ def attention(
             return attention(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     plan = attention_mask if isinstance(attention_mask, ForwardPlan) else None
     unchanged = layer is not None and layer.group.plan is plan and getattr(value, LAYER_ATTRIBUTE, None) is layer
-    verifies = layer is not None and layer.group.layout.tree is not None
-    if verifies and (plan is None or not plan.is_tree or not unchanged):
-        raise DraftsUnsuited("a mask is not the causal one, or a layer attends to something else than what it caches")
+    unsuited = None if layer is None else layer.group.layout.unsuited
+    if unsuited is None and plan is not None:
+        unsuited = plan.unsuited
+    if unsuited is not None and (plan is None or plan.unsuited is None or not unchanged):
+        raise unsuited("a mask is not the causal one, or a layer attends to something else than what it caches")
     if plan is not None and not unchanged:
         # What is in the cache is not what this layer attends to. In a first prompt it still has all it needs.
         reason = f"{type(module).__name__} changes keys or values after it has cached them, or reads another's"
@@ -163,8 +170,8 @@ def attention(
         return own(module, query, k, v, mask, scaling=scaling, dropout=dropout, **variants, **kwargs)
 
     if layer is None or plan is None or not unchanged or dropout or _unusual(kwargs):
-        if plan is not None and plan.is_tree:
-            raise DraftsUnsuited("dropout, or an attention argument that is not known")
+        if unsuited is not None:
+            raise unsuited("dropout, or an attention argument that is not known")
         return stock()
     if query.dtype != key.dtype:  # under autocast
         query = query.to(key.dtype)
@@ -186,6 +193,8 @@ def attention(
         blocks.prompts_read_blocks = True
         if plan.keep_last is not None:  # the prompt was not stored whole, as no layer had needed it so far
             return stock()
+    if unsuited is PackedUnsuited:
+        _settle_format(layer, plan, query, key, value, scale, softcap)
     out = dispatch.paged_attention(plan.pack(query), layer.kv(), metadata, scale, softcap, s_aux)
     return plan.unpack(out).contiguous(), None
 
@@ -199,12 +208,23 @@ def _settle_format(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Settles what a layer's codes are, at the first prompt that is long enough to tell, which then is stored anew."""
+    """Settles what a layer's codes are, at the first prompt that is long enough to tell, which then is stored anew.
+
+    The cache must hold nothing else: its codes would be of another format.
+    """
     blocks = layer.group.table.group
-    if plan.start > 0 or not isinstance(blocks, CodedGroup) or blocks.is_settled(layer.layer_idx):
+    if not isinstance(blocks, CodedGroup) or blocks.is_settled(layer.layer_idx):
+        return
+    if any(layer.group.layout.lengths(plan.start)):
         return
     lengths, window = plan.metadata.q_lens_cpu, blocks.sliding_window
-    verdict = check_keys(query, key, blocks.wanted, blocks.block_size, scale, lengths, window, softcap)
+    if plan.unsuited is PackedUnsuited:  # the longest of the prompts that lie in a row
+        place = lengths.index(max(lengths))
+        start = sum(lengths[:place])
+        q, k = (plan.pack(x)[start : start + lengths[place]].transpose(0, 1)[None] for x in (query, key))
+        verdict = check_keys(q, k, blocks.wanted, blocks.block_size, scale, None, window, softcap)
+    else:
+        verdict = check_keys(query, key, blocks.wanted, blocks.block_size, scale, lengths, window, softcap)
     if verdict is None:
         return
     if verdict.format != blocks.wanted:

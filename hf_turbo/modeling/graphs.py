@@ -104,7 +104,7 @@ class StepGraphs:
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
         if inputs.num_seqs is None:
-            kind = "decode steps of more than 256 rows" if inputs.tree is None else "drafts of more than 512 tokens"
+            kind = "decode steps of more than 256 rows" if inputs.num_nodes == 1 else "drafts of more than 512 tokens"
             self._owner.step_aside(f"{kind} are not captured")
             return None
         device = inputs.tensors["input_ids"].device
@@ -222,7 +222,8 @@ class StepGraphs:
             self._owner.config.cuda_graphs
             and self._num_wasted < _MAX_WASTED
             and cache.pool is self._owner.pool
-            and cache.get_seq_length() > 0
+            and cache.num_columns > 0
+            and (cache.layout.packed is None or self._owner.pool.kv_cache_dtype is None)
             and self._owner.attention_is_ours()
         )
 
@@ -238,14 +239,16 @@ class StepGraphs:
         """Whether the mask is the left padding that the cache was filled with."""
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
             return False
-        if cache.batch_size * inputs.num_nodes != inputs.num_rows:
+        num_rows = cache.batch_size * inputs.num_nodes if inputs.packed is None else sum(inputs.packed)
+        if num_rows != inputs.num_rows:
             return False
-        return inputs.tree is not None or cache.layout.read_padding(mask, inputs.num_rows, cache.get_seq_length(), 1)
+        layout = cache.layout
+        return layout.unsuited is not None or layout.read_padding(mask, inputs.num_rows, cache.num_columns, 1)
 
     def _run(
         self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs
     ) -> ModelOutput | None:
-        start = cache.get_seq_length()
+        start = cache.num_columns
         if "position_ids" not in inputs.tensors:
             inputs.tensors["position_ids"] = torch.full((1, 1), start, device=inputs.tensors["input_ids"].device)
         if self._graphs and (self._state is None or not self._state.same_memory()):
@@ -267,7 +270,7 @@ class StepGraphs:
             if not cache.model_is_as_it_was and self._state is not None and not self._state.unchanged():
                 self._drop_changed()  # that step was of a model that is no more
                 return None
-        if result is not None and inputs.tree is None:
+        if result is not None and cache.layout.unsuited is None:
             cache.finish_step(start + 1)
         return result
 
@@ -330,7 +333,7 @@ class StepGraphs:
     def _columns(self, model: Any, cache: PagedCache) -> dict[int | None, int]:
         """Blocks for the longest context that the model was made for, or twice the present one."""
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
-        tokens = max(longest, 2 * cache.get_seq_length())
+        tokens = max(longest, 2 * cache.num_columns)
         return {window: -(-tokens // group.table.group.block_size) for window, group in cache.groups.items()}
 
     def _order_streams(self) -> None:

@@ -18,6 +18,7 @@ from ..quantization.int4_experts import Int4Experts
 
 #: Hooks of Transformers itself that do nothing unless hidden states or attentions are asked for.
 _SILENT_HOOKS = ("transformers.utils.output_capturing",)
+_READS_POSITIONS = "its rotary embedding chooses frequencies by the positions, on the host"
 _CONTAINERS = (dict, list, set)
 #: What `nn.Module` keeps that a forward without gradients does not look at.
 _NOT_IN_FORWARD = frozenset({
@@ -39,7 +40,8 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors = [x for module in model.modules() for x in _tensors(module)]
+        #: Parameters and buffers.
+        self.tensors = [x for module in model.modules() for x in _tensors(module)]
         self._classes = list({type(module) for module in model.modules()})
         self._places = self._places_now()
         attributes = list(_dicts(model))
@@ -66,7 +68,7 @@ class ModelState:
         return chain(attributes, chain.from_iterable(self._others), (cls.forward for cls in self._classes))
 
     def _places_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
+        return list(map(torch.Tensor.data_ptr, self.tensors))
 
 
 def why_not_captured(model: nn.Module) -> str | None:
@@ -75,17 +77,39 @@ def why_not_captured(model: nn.Module) -> str | None:
     if len(devices) != 1:
         return f"the model is spread over {', '.join(sorted(map(str, devices)))}"
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(getattr(hook, "__module__", "") not in _SILENT_HOOKS for hook in hooks):
-            return f"{name or 'the model'} has a forward hook"
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-            return f"the forward of {name or 'the model'} was replaced"
+        if reason := _foreign_code(name, module):
+            return reason
         if module.training and (module is model or (isinstance(module, _DropoutNd) and module.p)):
             return f"{name or 'the model'} is in training mode"
         if _reads_positions(module):
-            return "its rotary embedding chooses frequencies by the positions, on the host"
+            return _READS_POSITIONS
         if isinstance(module, Int4Experts):
             return "which of its quantized experts run is decided on the host"
+    return None
+
+
+def why_not_kept(model: nn.Module) -> str | None:
+    """Why a text's keys and values may depend on more than the tokens so far; None if they don't."""
+    for name, module in model.named_modules():
+        if reason := _foreign_code(name, module):
+            return reason
+        if _reads_positions(module):
+            return _READS_POSITIONS
+    return None
+
+
+def why_not_together(model: nn.Module) -> str | None:
+    """Why texts of different lengths can't be computed together; None if they can."""
+    return _READS_POSITIONS if any(map(_reads_positions, model.modules())) else None
+
+
+def _foreign_code(name: str, module: nn.Module) -> str | None:
+    """What runs in a module's forward that is not its class's, and may do anything."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(getattr(hook, "__module__", "") not in _SILENT_HOOKS for hook in hooks):
+        return f"{name or 'the model'} has a forward hook"
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        return f"the forward of {name or 'the model'} was replaced"
     return None
 
 

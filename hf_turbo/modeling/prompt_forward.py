@@ -37,6 +37,8 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse:
         return None
     if not isinstance(cache, PagedCache) or torch.is_grad_enabled() or not uses_triton(inputs.device):
         return None
+    if cache.layout.packed is not None:  # what fails there is the engine's to take back
+        return None
     if not pays(model, inputs.shape[0] * inputs.shape[1], len(cache.layers)):
         return None
     if is_watched() or torch.is_autocast_enabled("cuda") or why_not_captured(model) is not None:

@@ -6,6 +6,7 @@ cache of the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,12 @@ Follower = Callable[["StepGraph"], torch.Tensor]
 #: Block tables, int32 `[rows, columns]`, by sliding window.
 Tables = dict[int | None, torch.Tensor]
 
-#: Rows of a step at most that verifies drafts.
-_MAX_ROWS = 512
+#: Rows of a step at most that verifies drafts, or whose rows of the cache bring different numbers of tokens.
+MAX_ROWS = 512
+#: Steps of the latter kind have a multiple of so many rows, and room for one of these numbers of sequences: few graphs,
+#: and rows that are not used cost more than sequences that are not.
+_PACKED_ROWS = 64
+_PACKED_SEQS = (16, 64, 256)
 
 #: Options that ask for what a graph's output does not hold.
 _SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_router_logits"})
@@ -55,8 +60,9 @@ class StepInputs:
         tensors: those of the step's own size, by name.
         options: the others, baked into the graph.
         num_rows: rows of the batch.
-        tree: the shape of the drafts that it verifies, a row for each node; None: one token a row of the cache.
+        tree: the shape of the drafts that it verifies, a row for each node; None: it verifies none.
         watched: what the model's head is given is asked for, too.
+        packed: how many tokens each row of the cache brings, a row of the batch for each; None: one a row of the cache.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -64,6 +70,7 @@ class StepInputs:
     num_rows: int
     tree: TokenTree | None = None
     watched: bool = False
+    packed: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> StepInputs | None:
@@ -85,7 +92,9 @@ class StepInputs:
         by_name = tuple(sorted(options))
         if cache is None:
             return cls(tensors, by_name, len(ids))
-        return cls(tensors, by_name, len(ids), cache.layout.tree, cache.head_input is not None)
+        layout = cache.layout
+        packed = None if layout.packed is None else tuple(layout.packed)
+        return cls(tensors, by_name, len(ids), layout.tree, cache.head_input is not None, packed)
 
     @property
     def num_nodes(self) -> int:
@@ -94,22 +103,28 @@ class StepInputs:
 
     @property
     def num_seqs(self) -> int | None:
-        """The cache's rows that a graph has which serves the step; None: there is none for so many."""
+        """The sequences of a graph that serves the step; None: there is none for so many."""
+        if self.packed is not None:
+            bucket = next((n for n in _PACKED_SEQS if n >= len(self.packed)), None)
+            # One more takes the rows of the batch that are not used.
+            return None if bucket is None or self.num_rows > MAX_ROWS else bucket + 1
         bucket = bucket_of(self.num_rows // self.num_nodes)
         if bucket is not None and self.tree is not None:
             bucket = next_power_of_2(bucket)  # rows leave as they end: few graphs for all numbers of them
-        return None if bucket is None or bucket * self.num_nodes > _MAX_ROWS else bucket
+        return None if bucket is None or bucket * self.num_nodes > MAX_ROWS else bucket
 
     @property
     def padded_rows(self) -> int:
         """The batch's rows of such a graph."""
+        if self.packed is not None:
+            return -(-self.num_rows // _PACKED_ROWS) * _PACKED_ROWS
         return (self.num_seqs or 0) * self.num_nodes
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a graph must have been captured with."""
         shapes = tuple((name, self.padded_shape(name), x.dtype) for name, x in self.tensors.items())
-        nodes = self.num_nodes, self.tree is None or self.tree.is_chain, self.watched
+        nodes = self.num_nodes, self.tree is None or self.tree.is_chain, self.watched, self.packed is not None
         return self.num_seqs, nodes, shapes, self.options, settings()
 
     def padded_shape(self, name: str) -> tuple[int, ...]:
@@ -155,15 +170,18 @@ class StepGraph:
             for name, x in inputs.tensors.items()
         }
         self.num_nodes = inputs.num_nodes
-        num_seqs = self.num_rows // self.num_nodes
+        num_seqs = inputs.num_seqs or 0
         self.seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=self.device)
         #: The last position that drafts may have, for followers.
         self.last_position = torch.full((1,), torch.iinfo(torch.int64).max, device=self.device)
         #: Differs once the inputs have been loaded, or read and followed up, again.
         self.turn = 0
-        cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * self.num_nodes
+        self.cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * self.num_nodes
+        max_seqlen_q = self.num_nodes if inputs.packed is None else self.num_rows
         self.groups = {
-            window: StepGroup(pool.group(window), columns, self.seq_lens, cu_seqlens_q, inputs.tree)
+            window: StepGroup(
+                pool.group(window), columns, self.seq_lens, self.cu_seqlens_q, self.num_rows, max_seqlen_q, inputs.tree
+            )
             for window, columns in num_columns.items()
         }
         self.cache = StepCache(self.groups, sliding_windows)
@@ -198,8 +216,13 @@ class StepGraph:
             dim = inputs.batch_dim(name)
             target = self.tensors[name]
             (target if dim is None else target.narrow(dim, 0, inputs.num_rows)).copy_(x, non_blocking=True)
+        if inputs.packed is not None:
+            # The last sequence has what is left of the batch's rows, and a length of 0: nothing of it is stored.
+            ends = [*itertools.accumulate(inputs.packed, initial=0)]
+            ends += [ends[-1]] * (len(self.seq_lens) - len(ends)) + [self.num_rows]
+            self.cu_seqlens_q.copy_(torch.tensor(ends, dtype=torch.int32), non_blocking=True)
         if lengths is None:
-            lens = cache.layout.lengths(cache.get_seq_length() + self.num_nodes)
+            lens = cache.layout.next_lengths(cache.num_columns)
             lens += [0] * (len(self.seq_lens) - len(lens))
             self.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32), non_blocking=True)
         else:
@@ -257,7 +280,7 @@ class StepGraph:
         """Whether the graph reads this cache's blocks, and its rows fit."""
         if any(cache.layers[i].store is not store for i, store, *_ in self._bases):
             return False
-        longest = max(cache.layout.lengths(cache.get_seq_length() + self.num_nodes), default=0)
+        longest = max(cache.layout.next_lengths(cache.num_columns), default=0)
         for window, group in self.groups.items():
             if longest > group.block_tables.shape[1] * group.blocks.block_size:
                 return False

@@ -16,19 +16,24 @@ def block_id(segment: int, index: int) -> int:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """`owners`: how many owners each block in use has; `segments`: their sizes, 0 where dropped."""
+    """`owners`: how many owners each block in use has; `segments`: their sizes, 0 where dropped.
+
+    `kept`: blocks that are cached when nobody owns them; `cached`: those, the one that has been for longest first.
+    """
 
     def __init__(self):
         super().__init__()
         self.manager = BlockManager()
         self.owners: dict[int, int] = {}
         self.segments: list[int] = []
+        self.kept: set[int] = set()
+        self.cached: list[int] = []
 
     def all_blocks(self) -> list[int]:
         return [block_id(s, i) for s, size in enumerate(self.segments) for i in range(size)]
 
     def free_blocks(self) -> set[int]:
-        return set(self.all_blocks()) - set(self.owners)
+        return set(self.all_blocks()) - set(self.owners) - set(self.cached)
 
     def longest_run(self) -> int:
         longest = run = 0
@@ -83,10 +88,39 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def release(self, data):
         ids = data.draw(st.lists(st.sampled_from(sorted(self.owners)), unique=True))
         self.manager.release(ids)
-        for block in ids:
+        for block in ids[::-1]:
             self.owners[block] -= 1
             if not self.owners[block]:
                 del self.owners[block]
+                self.cached += [block] if block in self.kept else []
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def keep(self, data):
+        block = self.held(data)
+        self.manager.keep(block)
+        self.kept.add(block)
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def own_a_cached_block(self, data):
+        block = data.draw(st.sampled_from(self.cached))
+        with pytest.raises(ValueError, match="free"):
+            self.manager.release([block])
+        with pytest.raises(ValueError, match="no owner"):
+            self.manager.keep(block)
+        self.manager.retain([block])
+        self.cached.remove(block)
+        self.owners[block] = 1
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def forget(self, data):
+        block = data.draw(st.sampled_from(sorted(self.kept)))
+        self.manager.forget(block)
+        self.kept.remove(block)
+        if block in self.cached:
+            self.cached.remove(block)
 
     @precondition(lambda self: self.free_blocks())
     @rule(data=st.data())
@@ -101,7 +135,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def drop_free_segments(self):
         self.manager.drop_free_segments()
         for segment in range(len(self.segments)):
-            if not any(block >> SEGMENT_BITS == segment for block in self.owners):
+            if not any(block >> SEGMENT_BITS == segment for block in {*self.owners, *self.cached}):
                 self.segments[segment] = 0
         while self.segments and not self.segments[-1]:
             self.segments.pop()
@@ -109,14 +143,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self):
         manager = self.manager
-        assert manager.num_free + manager.num_used == manager.num_blocks == sum(self.segments)
+        assert manager.num_free + manager.num_used + manager.num_cached == manager.num_blocks == sum(self.segments)
+        assert manager.num_cached == len(self.cached)
+        oldest = manager.oldest_cached
+        assert (None if oldest is None else oldest[1]) == (self.cached[0] if self.cached else None)
         assert manager.num_used == len(self.owners)
         assert manager.num_shared == sum(n > 1 for n in self.owners.values())
         assert manager.segment_sizes == self.segments
         for block in self.all_blocks():
             owners = self.owners.get(block, 0)
             assert manager.owners(block) == owners
-            assert manager.free_flags()[block >> SEGMENT_BITS][block & SEGMENT_MASK] == (owners == 0)
+            is_free = owners == 0 and block not in self.cached
+            assert manager.free_flags()[block >> SEGMENT_BITS][block & SEGMENT_MASK] == is_free
+            assert manager.is_shared(block) == (owners > 1 or block in self.kept)
+            assert manager.is_kept(block) == (block in self.kept)
 
 
 BlockManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

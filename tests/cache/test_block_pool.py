@@ -247,4 +247,4 @@ def test_copies_of_a_pool_are_empty(again):
     pool = BlockPool(SIZE)
     pool.group(None).allocate(3)
     other = again(pool)
-    assert other.block_size == SIZE and other.groups == {} and other._lock is not pool._lock
+    assert other.block_size == SIZE and other.groups == {} and other.lock is not pool.lock

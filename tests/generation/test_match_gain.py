@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hf_turbo.generation.match_gain import MatchGain
-from hf_turbo.generation.prompt_lookup import _Row
+from hf_turbo.generation.prompt_lookup import LookupRow
 
 COSTS = {1: 1.1, 3: 1.2, 7: 1.3, 15: 1.5}
 
@@ -55,12 +55,12 @@ def test_what_would_have_been_right():
         def note(self, length, accepted):
             noted.append((length, accepted))
 
-    row = _Row(tokens[:10])
+    row = LookupRow(tokens[:10])
     for end in (10, 17, 18, 60, len(tokens)):  # read in any pieces
         row.read(tokens[10:end], 4, Noting())
     expected = []
     for i in range(11, len(tokens) + 1):
-        before = _Row(tokens[:i])
+        before = LookupRow(tokens[:i])
         guess = before.propose(4, 1)
         right = right_in_a_row(tokens, i, guess)
         if guess and (right == 4 or i + right < len(tokens)):  # the others are not known yet

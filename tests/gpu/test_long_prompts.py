@@ -9,7 +9,7 @@ from helpers import assert_no_worse, forward, generate, prompt, ragged, stepped_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_turbo
-from hf_turbo.generation import mixin
+from hf_turbo import patched_class
 from hf_turbo.modeling import prompt_forward
 
 pytestmark = GPU
@@ -37,8 +37,8 @@ def fused(monkeypatch):
         seen.append(output is not None)
         return output
 
-    own = mixin.forward_prompt
-    monkeypatch.setattr(mixin, "forward_prompt", watched)
+    own = patched_class.forward_prompt
+    monkeypatch.setattr(patched_class, "forward_prompt", watched)
     # Small models: the host would take longer than they do.
     monkeypatch.setattr(prompt_forward, "pays", lambda model, num_tokens, num_layers: num_tokens >= 4096)
     return seen

@@ -1,0 +1,406 @@
+"""The engine: one forward a step for all requests that run, the choice of their tokens, and what follows from it.
+
+It belongs to one thread. On a GPU the host runs one step ahead: it launches a step with tokens that it has not read
+yet, which the device has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..generation.loop import runs_ahead
+from ..generation.readback import Letter
+from ..modeling.head_input import HeadInput
+from ..ops.transfer import to_device
+from .choice import Chooser, RequestChoice, Taker, not_numbers
+from .drafted import DraftedSteps
+from .forwards import RowForwards
+from .limits import EngineLimits
+from .memory import CacheMemory
+from .metrics import EngineMetrics
+from .news import News
+from .request import Request, Sequence, Status
+from .scheduler import Scheduler, Share
+
+#: While texts go on and others wait, a plan is made at least once in so many steps.
+_PLAN_EVERY = 16
+
+
+@dataclass
+class _Batch:
+    """The sequences that get a token in a step, in the order of the logits.
+
+    Args:
+        takers: whose they are, as the chooser wants it.
+        goes_on: they are all rows of the cache in order, so the tokens chosen are what the next step computes.
+    """
+
+    sequences: list[Sequence]
+    takers: list[Taker]
+    goes_on: bool
+
+    def num_steps_left(self) -> int | None:
+        """Steps until one of the texts is as long as it may be; None without a limit."""
+        left = [sequence.num_left for sequence in self.sequences]
+        return min((n for n in left if n is not None), default=None)
+
+
+class Engine:
+    """Computes requests together.
+
+    Args:
+        model: a patched model.
+        limits: of a step, and of memory.
+
+    Raises:
+        PackedUnsuited: the model's forwards can't be shared by rows.
+    """
+
+    def __init__(self, model: Any, limits: EngineLimits) -> None:
+        speculation = model._hf_turbo.speculation
+        reads_hidden = speculation is not None and speculation.drafter.reads_hidden
+        self._forwards = RowForwards(model, HeadInput() if reads_hidden else None)
+        self._forwards.probe()
+        device = self._forwards.device
+        self._memory = CacheMemory(model, self._forwards, limits)
+        self.scheduler = Scheduler(self._memory, limits.max_tokens, limits.max_rows, limits.max_chunk)
+        self._chooser = Chooser(limits.return_logprobs)
+        self._drafted: DraftedSteps | None = None
+        if speculation is not None:
+            self._drafted = DraftedSteps(model, limits, self._forwards, self._memory, self._chooser)
+        self._goes_ahead = runs_ahead(device) if limits.goes_ahead is None else limits.goes_ahead
+        self._choices: dict[Request, RequestChoice] = {}
+        self._under_way: deque[tuple[_Batch, Letter]] = deque()
+        self._letters = [Letter(), Letter()]
+        #: The tokens that were chosen last, int64, and where each sequence's is among them.
+        self._newest: torch.Tensor | None = None
+        self._places: dict[Sequence, int] = {}
+        #: What goes on unless something joins or ends, and for how many steps at most.
+        self._steady: _Batch | None = None
+        self._steady_left: int | None = None
+        self._num_added = 0
+        self._changed: dict[Request, None] = {}
+        #: Of the step under way: tokens computed that do not continue a text, tokens read, seconds not the host's.
+        self._num_prompt = self._num_read = 0
+        self._seconds_away = 0.0
+        self.metrics = EngineMetrics()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._under_way) or bool(self.scheduler.num_waiting + self.scheduler.num_running)
+
+    def add(self, request: Request) -> None:
+        """Takes a request; one that can never fit has failed when this returns."""
+        request.order = self._num_added
+        self._num_added += 1
+        self.scheduler.add(request)
+        if request.is_over:
+            self.metrics.note_end(request.status)
+        else:
+            self._choices[request] = RequestChoice(request.options, request.prompt, self._forwards.device)
+            self._steady = None
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request where it is; one that is over stays what it is."""
+        if not request.is_over:
+            self._end(request, Status.CANCELLED)
+
+    def step(self) -> list[Request]:
+        """One step. Returns the requests that have new tokens or have ended in it."""
+        began = time.perf_counter()
+        self._changed, self._num_prompt, self._num_read, self._seconds_away = {}, 0, 0, 0.0
+        launched = self._go_on() or self._plan()
+        self._read(1 if launched and self._goes_ahead else 0)
+        self._memory.make_room()
+        self._note_step(time.perf_counter() - began)
+        return list(self._changed)
+
+    def fail_all(self, error: Exception) -> list[Request]:
+        """Everything that is under way fails."""
+        self._under_way.clear()
+        requests = list(self._choices)
+        for request in requests:
+            self._end(request, Status.FAILED, error)
+        return requests
+
+    def close(self) -> None:
+        """Gives back all blocks."""
+        self.fail_all(RuntimeError("the engine was closed"))
+        if self._drafted is not None:
+            self._drafted.close()
+        self._memory.close()
+
+    def model_may_have_changed(self) -> None:
+        """Texts that were kept before are kept no more if it has; captured steps are made anew."""
+        self._memory.look_again()
+        self._forwards.cache.model_is_as_it_was = False
+
+    def _plan(self) -> bool:
+        """Asks for the next step and launches it; False: there is none."""
+        if not (goes_ahead := self._may_go_ahead()):
+            self._read(0)
+        plan = self.scheduler.plan()
+        self.metrics.preemptions += len(plan.preempted)
+        for request in plan.failed:
+            self._end(request, Status.FAILED, request.error)
+        if not plan.shares:
+            return False
+        self._memory.make_room()
+        if self._draft(plan.shares):
+            return True
+        batch = self._launch(plan.shares)
+        if batch.goes_on and (goes_ahead or not self._goes_ahead):
+            self._steady, self._steady_left = batch, batch.num_steps_left()
+            if self.scheduler.num_waiting:
+                self._steady_left = min(_PLAN_EVERY, self._steady_left or _PLAN_EVERY)
+        return True
+
+    def _may_go_ahead(self) -> bool:
+        """Whether the next step may be launched before the host has read the last one."""
+        if not self._goes_ahead or not self._memory.has_room_for_step:
+            # Who is preempted must be known to its last token. With this much room nobody is: a prompt's chunk takes
+            # what there is and preempts only where that is not enough for a single token.
+            return False
+        if self._may_draft:
+            return False
+        return all(self._choices[request].options.may_go_ahead for request in self.scheduler.running)
+
+    @property
+    def _may_draft(self) -> bool:
+        """Whether the next step may be one with drafts, for which the host must know all tokens."""
+        return self._drafted is not None and self._drafted.may_draft
+
+    def _draft(self, shares: Many[Share]) -> bool:
+        """Where every row is to get a token: gives them more, by way of drafts; False: nothing has been done."""
+        rows = list(self._memory.rows)
+        if self._drafted is None or len(shares) < len(rows):
+            return False
+        if any(share.num_tokens > 1 or share.sequence.num_missing > 1 for share in shares):
+            return False
+        news = self._timed(self._drafted.run, rows, self._choices)
+        if news is None:
+            return False
+        self._take_all({one.sequence.request: [one] for one in news})
+        return True
+
+    def _go_on(self) -> bool:
+        """Launches the last step's sequences once more, where nothing has joined or ended; False: it can't be.
+
+        No plan is made: at so many rows making one takes as long as a small model's step.
+        """
+        batch, left = self._steady, self._steady_left
+        if batch is None or left == 0 or self._newest is None or not self._memory.has_room_for_step or self._may_draft:
+            self._steady = None
+            return False
+        self._steady_left = None if left is None else left - 1
+        logits = self._timed(self._forwards.step, self._newest)
+        self._saw(batch.sequences, is_step=True)
+        for sequence in batch.sequences:
+            sequence.num_cached += 1
+        self._choose(batch, logits)
+        return True
+
+    def _launch(self, shares: Many[Share]) -> _Batch:
+        """Computes a step and chooses the tokens that follow; the answer is for whom."""
+        by_row = sorted(shares, key=lambda share: share.sequence.held_row)
+        ready = [share for share in by_row if share.num_tokens == share.sequence.num_missing]
+        self._num_prompt = sum(share.num_tokens for share in shares if share.sequence.num_missing > 1)
+        logits = self._compute(by_row, ready)
+        for share in by_row:
+            share.sequence.num_cached += share.num_tokens
+        # What comes next may begin like these.
+        self._memory.keep(share.sequence for share in by_row if share.num_tokens > 1)
+        batch, rows = self._batch([share.sequence for share in ready])
+        if batch.sequences:
+            if rows != list(range(len(logits))):
+                logits = logits.index_select(0, to_device(rows, logits.device))
+            self._choose(batch, logits)
+        return batch
+
+    def _choose(self, batch: _Batch, logits: torch.Tensor) -> None:
+        """Chooses a token for each of a batch's sequences, and sends it home."""
+        chosen = self._chooser.choose(logits, batch.takers)
+        for sequence in batch.sequences:
+            sequence.num_unknown += 1
+        self._newest = chosen.tokens
+        self._places = {sequence: place for place, sequence in enumerate(batch.sequences)}
+        letter = self._letters.pop() if self._letters else Letter()
+        self._under_way.append((batch, letter.send(chosen.tokens, chosen.logprobs, chosen.doubts)))
+        for request in {sequence.request for sequence in batch.sequences} if chosen.errors else ():
+            if (error := chosen.errors.get(self._choices[request])) is not None:
+                self._end(request, Status.FAILED, error)
+
+    def _compute(self, shares: Many[Share], ready: Many[Share]) -> torch.Tensor:
+        """The logits after the last token of each share that is ready, `[ready, vocabulary]`.
+
+        Args:
+            shares: in the order of their rows.
+        """
+        tokens = self._tokens(shares)
+        num_rows = self._forwards.num_rows
+        if len(shares) == num_rows and all(share.num_tokens == 1 for share in shares):
+            logits = self._timed(self._forwards.step, tokens)
+            self._saw([share.sequence for share in ready], is_step=True)
+            if len(ready) == num_rows:
+                return logits
+            rows = [share.sequence.held_row for share in ready]
+            return logits.index_select(0, to_device(rows, logits.device, torch.int64))
+        q_lens, wanted, end = [0] * num_rows, [], 0
+        is_ready = {share.sequence for share in ready}
+        for share in shares:
+            q_lens[share.sequence.held_row] = share.num_tokens
+            end += share.num_tokens
+            if share.sequence in is_ready:
+                wanted.append(end - 1)
+        logits = self._timed(self._forwards.packed, tokens, q_lens, wanted)
+        self._saw([share.sequence for share in ready], is_step=False)
+        return logits
+
+    def _saw(self, ready: Many[Sequence], is_step: bool) -> None:
+        if self._drafted is not None:
+            self._drafted.saw(ready, is_step)
+
+    def _tokens(self, shares: Many[Share]) -> torch.Tensor:
+        """The tokens of all shares, int64 `[total]`; those that the host does not know come from the last choice."""
+        tokens: list[int] = []
+        unknown: list[tuple[int, int]] = []
+        for share in shares:
+            sequence, end = share.sequence, share.sequence.num_cached + share.num_tokens
+            known = sequence.tokens[sequence.num_cached : end]
+            tokens += known
+            if len(known) < share.num_tokens:
+                unknown.append((len(tokens), self._places[sequence]))
+                tokens.append(0)
+        places = [place for _, place in unknown]
+        if self._newest is not None and places == list(range(max(len(tokens), len(self._newest)))):
+            return self._newest
+        ids = to_device(tokens, self._forwards.device)
+        if unknown and self._newest is not None:
+            targets, sources = to_device(unknown, self._forwards.device).T
+            ids.index_copy_(0, targets, self._newest.index_select(0, sources))
+        return ids
+
+    def _batch(self, ready: Many[Sequence]) -> tuple[_Batch, list[int]]:
+        """The sequences that get a token each, and which of the ready ones' logits is each's.
+
+        A request whose prompt is done becomes as many sequences as are asked for.
+        """
+        by_request: dict[Request, dict[Sequence, int]] = {}
+        for row, sequence in enumerate(ready):
+            by_request.setdefault(sequence.request, {})[sequence] = row
+        batch, rows = _Batch([], [], goes_on=True), []
+        for request, row_of in by_request.items():
+            if len(request.sequences) < request.num_sequences:
+                own = list(row_of.values()) * request.num_sequences
+                request.fork()
+                self._memory.fork(request)
+                live = request.sequences
+            else:
+                live = [sequence for sequence in request.sequences if sequence in row_of]
+                own = [row_of[sequence] for sequence in live]
+            batch.sequences += live
+            batch.takers.append((self._choices[request], [sequence.index for sequence in live]))
+            rows += own
+        in_order = [sequence.row for sequence in batch.sequences] == list(range(self._forwards.num_rows))
+        batch.goes_on = in_order and bool(rows)
+        return batch, rows
+
+    def _read(self, num_stay: int) -> None:
+        """Takes in the steps under way, the oldest first, until so many are left."""
+        while len(self._under_way) > num_stay:
+            batch, letter = self._under_way.popleft()
+            arrived = self._timed(letter.open)
+            tokens, logprobs, doubts = ([] if x is None else x.tolist() for x in arrived)
+            self._letters.append(letter)
+            news: dict[Request, list[News]] = {}
+            for place, sequence in enumerate(batch.sequences):
+                sequence.num_unknown -= 1
+                if not (sequence.is_done or sequence.request.is_over):
+                    own = logprobs[place : place + 1] if logprobs else None
+                    failures: dict[int, Exception] = {0: not_numbers()} if doubts and doubts[place] else {}
+                    one = News(sequence, tokens[place : place + 1], own, failures)
+                    news.setdefault(sequence.request, []).append(one)
+            self._take_all(news)
+
+    def _take_all(self, news: dict[Request, list[News]]) -> None:
+        """Takes in the tokens of a step."""
+        now, gaps = time.perf_counter(), Counter[float]()
+        for request, each in news.items():
+            self._take(request, each, now, gaps)
+        for seconds, count in gaps.items():
+            self.metrics.note_token_gap(seconds, count)
+
+    def _take(self, request: Request, news: list[News], now: float, gaps: Counter[float]) -> None:
+        """Takes in tokens of a request's sequences."""
+        self._changed[request] = None
+        try:
+            for one in news:
+                self._append(one, now, gaps)
+            self._choices[request].settle()
+        except Exception as error:  # of its criteria, say: the other requests have nothing to do with it
+            self._end(request, Status.FAILED, error)
+            return
+        done = [one.sequence for one in news if one.sequence.is_done]
+        if all(sequence.is_done for sequence in request.sequences):
+            self._end(request, Status.FINISHED)
+        elif done:
+            self._memory.leave(done)
+            self._steady = None
+
+    def _append(self, news: News, now: float, gaps: Counter[float]) -> None:
+        """Takes in a sequence's tokens up to its end.
+
+        Raises:
+            Exception: what went wrong with the first of them that is missing then.
+        """
+        sequence, choice = news.sequence, self._choices[news.sequence.request]
+        num_good = min(news.failures, default=len(news.tokens))
+        kept, sequence.is_done = choice.keep(sequence.index, news.tokens[:num_good], len(sequence.tokens))
+        choice.undo(max(news.num_choices - len(kept), 0))
+        self._num_read += len(kept)
+        for place, token in enumerate(kept):
+            if sequence.times:
+                gaps[now - sequence.times[-1]] += 1
+            elif sequence.index == 0:
+                self.metrics.note_first_token(now - sequence.request.arrived_at)
+                self.metrics.asked_tokens += len(sequence.request.prompt)
+                self.metrics.hit_tokens += sequence.request.num_found
+            sequence.append(token, None if news.logprobs is None else news.logprobs[place], now)
+        if not sequence.is_done and num_good in news.failures:
+            raise news.failures[num_good]
+
+    def _end(self, request: Request, status: Status, error: Exception | None = None) -> None:
+        """A request is over."""
+        request.status, request.error = status, error
+        self._steady = None
+        self.scheduler.remove(request)
+        self.metrics.note_end(status)
+        self._choices.pop(request, None)
+        if self._drafted is not None:
+            self._drafted.forget(request)
+        self._changed[request] = None
+
+    def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Does what is not the engine's own work, and counts how long that takes."""
+        began = time.perf_counter()
+        result = work(*args)
+        self._seconds_away += time.perf_counter() - began
+        return result
+
+    def _note_step(self, seconds: float) -> None:
+        if self._drafted is not None:
+            self._drafted.note(seconds)
+        metrics, groups = self.metrics, self._forwards.cache.pool.all_groups()
+        num_rows = self._forwards.num_rows
+        metrics.note_step(self._num_prompt, self._num_read, num_rows, seconds, seconds - self._seconds_away)
+        metrics.waiting, metrics.running = self.scheduler.num_waiting, self.scheduler.num_running
+        metrics.blocks_used = sum(group.manager.num_used for group in groups)
+        metrics.blocks_cached = sum(group.manager.num_cached for group in groups)
+        metrics.blocks_total = sum(group.manager.num_blocks for group in groups)

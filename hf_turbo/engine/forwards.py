@@ -1,0 +1,169 @@
+"""Forwards of one model over a cache whose rows join, leave and differ in length."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..cache.forward_plan import PackedUnsuited
+from ..cache.paged_cache import PagedCache
+from ..cache.token_tree import TokenTree
+from ..compat import CACHE_NAME
+from ..generation.step import is_stock
+from ..modeling.head_input import HeadInput
+from ..modeling.model_state import why_not_together
+from ..modeling.step_graph import MAX_ROWS
+from ..ops.dispatch import uses_triton
+from ..ops.transfer import to_device
+
+_ONE_TOKEN = TokenTree.chain(0)
+
+#: Whether a model has changed is seen at one captured step in so many.
+_LOOK_EVERY = 16
+
+#: Methods that say what a forward is given. A model with its own may need more than tokens and positions.
+_STOCK_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+class RowForwards:
+    """A cache, and the forwards that fill its rows.
+
+    Nothing is counted before a forward has come to its end: one that raises leaves the cache as it was.
+
+    Args:
+        model: a patched model.
+        watch: where forwards leave what the model's head is given, if that is asked for.
+
+    Raises:
+        PackedUnsuited: the model's forwards take what the rows can't say. Nothing has been done.
+    """
+
+    def __init__(self, model: Any, watch: HeadInput | None = None) -> None:
+        self._model = model
+        self.device: torch.device = model.device
+        self.watch = watch
+        names = inspect.signature(type(model)._hf_turbo_original_class.forward).parameters
+        if "position_ids" not in names:
+            raise PackedUnsuited("the model's forward takes no positions")
+        if not all(is_stock(model, name) for name in _STOCK_METHODS) or model.is_remote_code():
+            raise PackedUnsuited("the model makes its forwards' arguments in a way of its own")
+        if (reason := why_not_together(model)) is not None:
+            raise PackedUnsuited(reason)
+        self._picks_logits = "logits_to_keep" in names
+        self._num_forwards = 0
+        config = model._hf_turbo.config
+        #: Whether forwards of few tokens are captured, those included to which rows bring different numbers of them.
+        self.captures = uses_triton(self.device) and config.cuda_graphs and config.kv_cache_dtype is None
+        self.cache = self._new_cache()
+
+    def renew(self) -> None:
+        """Begins anew with an empty cache."""
+        self.cache.reset()  # an error's traceback may hold it for longer
+        self.cache = self._new_cache()
+
+    @property
+    def num_rows(self) -> int:
+        return self.cache.batch_size
+
+    def probe(self) -> None:
+        """Sees whether the model's forwards can be shared by rows, and what a block takes. The rows are gone then.
+
+        Raises:
+            PackedUnsuited: they can't.
+        """
+        handle = self._model._hf_turbo
+        knows_blocks = all(group.table.group.block_bytes for group in self.cache.groups.values())
+        if handle.packs_rows and knows_blocks:
+            return
+        try:
+            self.cache.add_rows(2)
+            self.packed(torch.zeros(3, dtype=torch.int64, device=self.device), [2, 1], [1, 2])
+            self.step(torch.zeros(2, dtype=torch.int64, device=self.device))
+        finally:
+            self.renew()
+        handle.packs_rows = True
+
+    def packed(self, tokens: torch.Tensor, q_lens: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+        """Computes so many tokens of each row in one forward.
+
+        Args:
+            tokens: int64 `[total]`, row after row.
+            q_lens: how many of each row of the cache.
+            wanted: indices of the tokens after which logits are asked for.
+
+        Returns:
+            `[len(wanted), vocabulary]`.
+        """
+        before = self.cache.lengths
+        places = [torch.arange(start, start + n) for start, n in zip(before, q_lens, strict=True) if n]
+        positions = torch.cat(places).to(self.device, non_blocking=True)
+        keep = to_device(list(wanted), self.device, torch.int64)
+        dim = 1 if self.captures and len(tokens) <= MAX_ROWS else 0  # few tokens: a row of the batch for each
+        kwargs: dict[str, Any] = {"input_ids": tokens.unsqueeze(dim), "position_ids": positions.unsqueeze(dim)}
+        picks = self._picks_logits and dim == 0
+        if picks:
+            kwargs["logits_to_keep"] = keep
+        with self._of_rows(packed=list(q_lens)):
+            logits = self._forward(kwargs)
+        self.cache.keep([start + n for start, n in zip(before, q_lens, strict=True)])
+        if picks:
+            return logits[0]
+        if self.watch is not None and self.watch.value is not None:
+            hidden = self.watch.value
+            self.watch.value = hidden.reshape(1, -1, hidden.shape[-1]).index_select(1, keep)
+        return logits.reshape(-1, logits.shape[-1]).index_select(0, keep)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """One token of every row, int64 `[rows]`: a decode step. Returns logits `[rows, vocabulary]`."""
+        logits = self.verify(_ONE_TOKEN, tokens.unsqueeze(1))[:, 0]
+        self.cache.keep([length + 1 for length in self.cache.lengths])
+        return logits
+
+    def verify(
+        self, tree: TokenTree, tokens: torch.Tensor, last_positions: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A token tree after every row, none of which counts until the cache is told by `keep`.
+
+        Args:
+            tree: the shape of every row's draft.
+            tokens: int64 `[rows, nodes]`, none of them negative.
+            last_positions: of each row: nodes that would go further, of which none will be kept, are given these.
+
+        Returns:
+            `[rows, nodes, vocabulary]`.
+        """
+        lengths = to_device(self.cache.lengths, self.device)
+        positions = lengths.unsqueeze(1) + tree.tensors(self.device).depths
+        if last_positions is not None:
+            positions = torch.minimum(positions, to_device(list(last_positions), self.device).unsqueeze(1))
+        kwargs = {"input_ids": tokens.reshape(-1, 1), "position_ids": positions.reshape(-1, 1)}
+        with self._of_rows(tree=tree):
+            return self._forward(kwargs).view(*tokens.shape, -1)
+
+    def _new_cache(self) -> PagedCache:
+        cache: PagedCache = self._model._hf_turbo.new_cache()
+        cache.is_given = False
+        cache.head_input = self.watch
+        return cache
+
+    @torch.no_grad()
+    def _forward(self, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Logits `[batch, columns, vocabulary]`."""
+        output = self._model(**kwargs, **{CACHE_NAME: self.cache}, use_cache=True, return_dict=True)
+        # No code of the user's runs between the steps, but other threads' may.
+        self._num_forwards += 1
+        self.cache.model_is_as_it_was = self._num_forwards % _LOOK_EVERY != 0
+        return output.logits
+
+    @contextmanager
+    def _of_rows(self, tree: TokenTree | None = None, packed: list[int] | None = None) -> Iterator[None]:
+        layout = self.cache.layout
+        layout.tree, layout.packed, layout.only_ones_follow = tree, packed, True
+        try:
+            yield
+        finally:
+            layout.tree, layout.packed, layout.only_ones_follow = None, None, False
