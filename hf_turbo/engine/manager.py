@@ -208,7 +208,8 @@ class Manager:
             RuntimeError: the manager has been stopped, or its engine has failed (the cause).
             queue.Full: `max_queue_size` requests were waiting for ten seconds.
         """
-        options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        named = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        options |= {name: value for name, value in named.items() if value is not None}
         submission = self.prepare(input_ids, request_id, options, self.generation_config)
         submission.streaming, submission.record_timestamps = streaming, record_timestamps
         self.submit([submission])
@@ -226,7 +227,7 @@ class Manager:
 
         Arguments and errors are those of `add_request`.
         """
-        options |= {"max_new_tokens": max_new_tokens}
+        options |= {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
         submissions = [self.prepare(ids, None, options, self.generation_config) for ids in inputs]
         for submission in submissions:
             submission.streaming, submission.record_timestamps = streaming, record_timestamps
@@ -247,11 +248,11 @@ class Manager:
             raise ValueError(f"token ids go from 0 to {num_known - 1}, not from {min(prompt)} to {max(prompt)}")
         if not prompt:
             raise ValueError("a prompt has at least one token")
-        own = {name: value for name, value in options.items() if value is not None}
-        priority, salt = own.pop("priority", 0), own.pop("salt", "")
+        own = dict(options)  # None means what it means to generate()
+        priority, salt = own.pop("priority", None) or 0, own.pop("salt", None) or ""
         objects = {name: own.pop(name) for name in _OBJECTS if name in own}
         with self._lock:
-            if self._seeds is not None and "seed" not in own:
+            if self._seeds is not None and own.get("seed") is None:
                 own["seed"] = int(torch.empty((), dtype=torch.int64).random_(generator=self._seeds).item())
         # Not inference mode, which the caller may be in: processors may write to tensors that are made here.
         with torch.inference_mode(False), torch.no_grad():

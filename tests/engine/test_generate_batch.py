@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import build, ragged, stepped_aside, twins
+from helpers import build, new_text, prompt, ragged, stepped_aside, twins
 from toy_engine import no_thread_left, toy_tokens, toys_instead
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -22,7 +22,7 @@ from hf_turbo.patching import handle_of
 PROMPT = [5, 6, 7]
 
 #: Nothing here takes seconds; a wait that does is one for ever.
-SOON = 5.0
+SOON = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +263,18 @@ def test_transformers_server_uses_it():
 
     asyncio.run(asyncio.wait_for(main(), 10 * SOON))
     assert no_thread_left()
+
+
+def test_none_means_what_it_means_to_generate():
+    """`eos_token_id=None` takes the model's own end away, `top_k=None` its default."""
+    stock, model = twins("llama")
+    ids = prompt(1, 7)
+    said = new_text(stock, ids, 12)[0].tolist()
+    for one in (stock, model):
+        one.generation_config.eos_token_id = said[4]
+    options = dict(max_new_tokens=12, do_sample=False)
+    [short] = model.generate_batch([ids[0].tolist()], **options).values()
+    [long] = model.generate_batch([ids[0].tolist()], eos_token_id=None, **options).values()
+    assert short.generated_tokens == new_text(stock, ids, 12)[0].tolist()
+    assert long.generated_tokens == new_text(stock, ids, 12, eos_token_id=None)[0].tolist() == said
+    assert len(short.generated_tokens) < len(long.generated_tokens)

@@ -22,7 +22,7 @@ from hf_turbo.engine.manager import Manager
 from hf_turbo.engine.outputs import CANCELLED
 
 #: Nothing here takes seconds; a wait that does is one for ever.
-SOON = 5.0
+SOON = 30.0
 PROMPT = [5, 6, 7]
 
 
