@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ _GROWTH = 1 / 16
 _MIN_SEGMENT = 8
 #: An idle pool of more segments than this is made anew as one.
 _MANY_SEGMENTS = 32
+
+
+#: Blocks of each segment of each group.
+PoolSize = Mapping["BlockGroup", Sequence[int]]
 
 
 class BlockCopies:
@@ -293,10 +297,14 @@ class BlockGroup:
                         kv.k_segments[segment].index_fill_(0, free, value)
                         kv.v_segments[segment].index_fill_(0, free, value)
 
-    def drop_free_memory(self) -> None:
-        """Gives back the memory of segments whose blocks are all free."""
+    def drop_free_memory(self, before: PoolSize | None = None) -> None:
+        """Gives back the memory of segments whose blocks are all free.
+
+        Args:
+            before: segments that were there then stay.
+        """
         with self._lock:
-            self.manager.drop_free_segments()
+            self.manager.drop_free_segments((before or {}).get(self, ()))
             if not self.manager.segment_sizes:
                 self.stores.clear()
             for store in self.stores.values():

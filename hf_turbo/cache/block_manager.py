@@ -69,10 +69,15 @@ class BlockManager:
         self.num_blocks += num_blocks
         self.version += 1
 
-    def drop_free_segments(self) -> None:
-        """Empties the segments of which all blocks are free; ids in the others stay what they are."""
+    def drop_free_segments(self, spared: Sequence[int] = ()) -> None:
+        """Empties the segments of which all blocks are free; ids in the others stay what they are.
+
+        Args:
+            spared: sizes of the first segments at some time: those that are still the same stay.
+        """
         for segment, flags in enumerate(self._free):
-            if flags and flags.count(_FREE) == len(flags):
+            is_spared = segment < len(spared) and len(flags) == spared[segment]
+            if flags and not is_spared and flags.count(_FREE) == len(flags):
                 self.num_free -= len(flags)
                 self.num_blocks -= len(flags)
                 self._free[segment], self._owners[segment] = bytearray(), array("i")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .block_group import BlockGroup
+from .block_group import BlockGroup, PoolSize
 from .coded_group import CodedGroup
 from .prefix_index import PrefixIndex
 
@@ -65,6 +65,16 @@ class BlockPool:
         with self.lock:
             self.index.limit = max(num_bytes, self.cache_limit)
             self.index.trim()
+
+    @property
+    def size(self) -> PoolSize:
+        """Blocks of each segment of each group."""
+        return {group: group.manager.segment_sizes for group in self.all_groups()}
+
+    def shrink(self, before: PoolSize) -> None:
+        """Gives back the memory of free blocks that has been taken since the pool had this size."""
+        for group in list(self.groups.values()):
+            group.drop_free_memory(before)
 
     def release(self) -> None:
         """Gives back the memory of blocks that no cache holds, those included that are kept for what they hold."""

@@ -13,7 +13,7 @@ from ..ops import dispatch
 from ..ops.kv_format import KV_FORMATS, KVFormat
 from ..ops.metadata import QuantizedKV
 from ..ops.transfer import to_device
-from .block_group import BlockGroup, LayerStore, by_device
+from .block_group import BlockGroup, LayerStore, PoolSize, by_device
 from .prefix_index import PrefixIndex
 
 #: What free code blocks are filled with where others get NaN: their scales are NaN then.
@@ -138,10 +138,10 @@ class CodedGroup(BlockGroup):
         super().fill(value)
         self.codes.fill(_POISON)
 
-    def drop_free_memory(self) -> None:
+    def drop_free_memory(self, before: PoolSize | None = None) -> None:
         with self._lock:
-            super().drop_free_memory()
-            self.codes.manager.drop_free_segments()
+            super().drop_free_memory(before)
+            self.codes.manager.drop_free_segments((before or {}).get(self.codes, ()))
             if not self.stores:  # while a wide store is there, its codes are to be found
                 self.codes.stores.clear()
             for store in self.codes.stores.values():

@@ -36,6 +36,7 @@ class CacheMemory:
         self._forwards = forwards
         self._pool: BlockPool = forwards.cache.pool
         self._longest = limits.max_tokens
+        self._size_before = self._pool.size
         self._keeps_texts = limits.prefix_cache
         #: Bytes that blocks in use may take, those of other caches on the model's pool included.
         self.capacity = _capacity(limits, self._pool, forwards.device)
@@ -120,8 +121,9 @@ class CacheMemory:
         self._looked_at = None
 
     def close(self) -> None:
-        """Gives up what is kept."""
+        """Gives up what is kept, and the memory that has been taken since."""
         self._pool.let_keep(0)
+        self._pool.shrink(self._size_before)
 
     def fork(self, request: Request) -> None:
         """Gives the further sequences of a request rows with the blocks of its first one."""

@@ -90,6 +90,22 @@ def test_requests_that_come_together_share(max_tokens):
     check_idle(engine, model)
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8", "block_size": 32}])
+def test_memory_goes_back_with_the_engine(options):
+    """What the pool had before stays, with what is captured of it; all that was taken since is given back."""
+    _, model = twins("llama", 4, max_position_embeddings=1024)
+    hf_turbo.patch(model, **{"block_size": 4, **options})
+    greedy(words(100)).alone(model)
+    pool = handle_of(model).pool
+    before = pool.size
+    engine = engine_of(model, max_tokens=200)
+    run(engine, model, [greedy(words(150, seed=i), 20) for i in range(8)])
+    assert any(len(pool.size[group]) > len(sizes) for group, sizes in before.items())
+    engine.close()
+    assert pool.size == before
+    assert greedy(words(100)).alone(model)
+
+
 def test_b01_what_changes_keys_is_part_of_the_key():
     """CASES B01: other weights, another salt: nothing is found; nor where nothing may be kept."""
     stock, model = twins("llama", 4)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import build, new_text, prompt, ragged, stepped_aside, twins
+from helpers import build, new_text, ragged, stepped_aside, twins
 from toy_engine import no_thread_left, toy_tokens, toys_instead
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -268,7 +268,7 @@ def test_transformers_server_uses_it():
 def test_none_means_what_it_means_to_generate():
     """`eos_token_id=None` takes the model's own end away, `top_k=None` its default."""
     stock, model = twins("llama")
-    ids = prompt(1, 7)
+    ids = torch.tensor([PROMPT])
     said = new_text(stock, ids, 12)[0].tolist()
     for one in (stock, model):
         one.generation_config.eos_token_id = said[4]
