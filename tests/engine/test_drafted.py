@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import few
-from helpers import assert_pool_accounts, generate, groups, prompt, stepped_aside, used_blocks
+from helpers import assert_pool_accounts, generate, groups, poison_what_is_freed, prompt, stepped_aside, used_blocks
 from steps import CapturedSteps
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 import hf_turbo
-from hf_turbo.cache.block_table import BlockTable
-from hf_turbo.cache.coded_group import CodeStore
 from hf_turbo.cache.forward_plan import PackedUnsuited
 from hf_turbo.engine import drafted as drafted_module
 from hf_turbo.engine import row_drafts as row_drafts_module
@@ -43,18 +41,7 @@ EOS = [5, 17, *range(40, 46)]
 @pytest.fixture(autouse=True)
 def no_grad_and_poison(monkeypatch):
     """No gradients; every block that nobody holds says NaN, codes 0xFF."""
-
-    def poison(method):
-        def poisoning(self, *args, **kwargs):
-            result = method(self, *args, **kwargs)
-            holds_codes = any(isinstance(store, CodeStore) for store in self.group.stores.values())
-            self.group.fill(0xFF if holds_codes else float("nan"))
-            return result
-
-        return poisoning
-
-    for name in ("grow", "truncate", "select"):
-        monkeypatch.setattr(BlockTable, name, poison(getattr(BlockTable, name)))
+    poison_what_is_freed(monkeypatch)
     with torch.no_grad():
         yield
 

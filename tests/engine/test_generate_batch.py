@@ -25,17 +25,6 @@ PROMPT = [5, 6, 7]
 SOON = 30.0
 
 
-@pytest.fixture(scope="module")
-def shared():
-    return hf_turbo.patch(build("llama"))
-
-
-@pytest.fixture
-def model(shared):
-    yield shared
-    shared.destroy_cached_continuous_batching_manager()
-
-
 def test_generate_batch_gives_results_in_order(model, capsys):
     prompts = [[3 + i] for i in range(5)]
     with toys_instead() as toys:

@@ -12,29 +12,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import build
 from toy_engine import ToyEngine, no_thread_left, toy_tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-import hf_turbo
 from hf_turbo.engine.manager import Manager
 from hf_turbo.engine.outputs import CANCELLED
 
 #: Nothing here takes seconds; a wait that does is one for ever.
 SOON = 30.0
 PROMPT = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def shared():
-    return hf_turbo.patch(build("llama"))
-
-
-@pytest.fixture
-def model(shared):
-    yield shared
-    shared.destroy_cached_continuous_batching_manager()
 
 
 @contextmanager
