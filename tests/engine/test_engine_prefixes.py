@@ -9,6 +9,7 @@ import torch
 from combinations import few
 from helpers import fill_free_blocks, groups, prompt, twins, used_blocks
 from mixes import Ask, check, check_idle, random_asks, run
+from peft import LoraConfig, get_peft_model
 
 import hf_turbo
 from hf_turbo.engine.engine import Engine
@@ -200,3 +201,32 @@ def test_quantized_blocks(kind):
     assert second.sequences[0].new_tokens == alone.sequences[0].new_tokens
     check_idle(kept, model)
     check_idle(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+def test_b01_adapters():
+    """CASES B01: texts under one adapter find nothing of those under another, or under none."""
+    stock, model = twins("llama", 4)
+    ask, expected, found = greedy(words(30)), [], []
+    config = LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False)
+    wrapped = []
+    for one in (stock, model):
+        torch.manual_seed(3)
+        both = get_peft_model(one, config, adapter_name="first")
+        both.add_adapter("second", config)
+        wrapped.append(both.eval())
+    engine = engine_of(model)
+    for name in ("first", "second", None):
+        for both in wrapped:
+            if name is None:
+                both.base_model.disable_adapter_layers()
+            else:
+                both.set_adapter(name)
+        for _ in range(2):
+            [request] = run(engine, model, [ask])
+            check(stock, [ask], [request])
+            found.append(request.num_found)
+        expected.append(request.sequences[0].new_tokens)
+    assert expected[0] != expected[1] != expected[2] != expected[0]
+    assert found == [0, 28] * 3
+    check_idle(engine, model)
