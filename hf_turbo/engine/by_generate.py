@@ -41,7 +41,7 @@ def by_generate(
     """
     from tqdm import tqdm
 
-    own = {name: value for name, value in options.items() if name not in _OF_MANY and value is not None}
+    own = {name: value for name, value in options.items() if name not in _OF_MANY}
     objects = {name: own.pop(name) for name in _OBJECTS if name in own}
     check_names(own)
     seeds = own.pop(SEED)

@@ -267,3 +267,6 @@ def test_none_means_what_it_means_to_generate():
     assert short.generated_tokens == new_text(stock, ids, 12)[0].tolist()
     assert long.generated_tokens == new_text(stock, ids, 12, eos_token_id=None)[0].tolist() == said
     assert len(short.generated_tokens) < len(long.generated_tokens)
+    beams = dict(max_new_tokens=12, do_sample=False, num_beams=2)
+    [text] = model.generate_batch([ids[0].tolist()], eos_token_id=None, **beams).values()
+    assert text.generated_tokens == new_text(stock, ids, 12, eos_token_id=None, num_beams=2)[0].tolist()
