@@ -254,19 +254,15 @@ def test_transformers_server_uses_it():
     assert no_thread_left()
 
 
-def test_none_means_what_it_means_to_generate():
-    """`eos_token_id=None` takes the model's own end away, `top_k=None` its default."""
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_none_means_what_it_means_to_generate(num_beams):
+    """`eos_token_id=None` takes the model's own end away."""
     stock, model = twins("llama")
-    ids = torch.tensor([PROMPT])
-    said = new_text(stock, ids, 12)[0].tolist()
+    ids, options = torch.tensor([PROMPT]), dict(do_sample=False, num_beams=num_beams)
+    said = new_text(stock, ids, 12, **options)[0].tolist()
     for one in (stock, model):
         one.generation_config.eos_token_id = said[4]
-    options = dict(max_new_tokens=12, do_sample=False)
-    [short] = model.generate_batch([ids[0].tolist()], **options).values()
-    [long] = model.generate_batch([ids[0].tolist()], eos_token_id=None, **options).values()
-    assert short.generated_tokens == new_text(stock, ids, 12)[0].tolist()
-    assert long.generated_tokens == new_text(stock, ids, 12, eos_token_id=None)[0].tolist() == said
-    assert len(short.generated_tokens) < len(long.generated_tokens)
-    beams = dict(max_new_tokens=12, do_sample=False, num_beams=2)
-    [text] = model.generate_batch([ids[0].tolist()], eos_token_id=None, **beams).values()
-    assert text.generated_tokens == new_text(stock, ids, 12, eos_token_id=None, num_beams=2)[0].tolist()
+    [short] = model.generate_batch([PROMPT], max_new_tokens=12, **options).values()
+    [long] = model.generate_batch([PROMPT], max_new_tokens=12, eos_token_id=None, **options).values()
+    assert short.generated_tokens == new_text(stock, ids, 12, **options)[0].tolist() != said
+    assert long.generated_tokens == new_text(stock, ids, 12, eos_token_id=None, **options)[0].tolist() == said
