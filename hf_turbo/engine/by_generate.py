@@ -11,10 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from .supported import SEED, check_names
-
-#: Arguments of `generate()` that are no attribute of a GenerationConfig.
-_OBJECTS = ("logits_processor", "stopping_criteria", "tokenizer", "prefix_allowed_tokens_fn")
+from .supported import OBJECTS, SEED, check_names
 
 #: What only matters among many.
 _OF_MANY = ("priority", "salt")
@@ -42,7 +39,7 @@ def by_generate(
     from tqdm import tqdm
 
     own = {name: value for name, value in options.items() if name not in _OF_MANY}
-    objects = {name: own.pop(name) for name in _OBJECTS if name in own}
+    objects = {name: own.pop(name) for name in OBJECTS if name in own}
     check_names(own)
     seeds = own.pop(SEED)
     if generation_config is not None:  # both at once are deprecated

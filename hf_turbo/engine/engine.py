@@ -79,9 +79,9 @@ class Engine:
         self._choices: dict[Request, RequestChoice] = {}
         self._under_way: deque[tuple[_Batch, Letter]] = deque()
         self._letters = [Letter(), Letter()]
-        #: The tokens that were chosen last, int64, and where each sequence's is among them.
+        #: The tokens that were chosen last, int64, and whose they are.
         self._newest: torch.Tensor | None = None
-        self._places: dict[Sequence, int] = {}
+        self._newest_of: list[Sequence] = []
         #: What goes on unless something joins or ends, and for how many steps at most.
         self._steady: _Batch | None = None
         self._steady_left: int | None = None
@@ -156,7 +156,8 @@ class Engine:
         if self._draft(plan.shares):
             return True
         batch = self._launch(plan.shares)
-        if batch.goes_on and (goes_ahead or not self._goes_ahead):
+        # After a prompt there may be room for the next one; a plan without any has let in what it could.
+        if batch.goes_on and not self._num_prompt and (goes_ahead or not self._goes_ahead):
             self._steady, self._steady_left = batch, batch.num_steps_left()
             if self.scheduler.num_waiting:
                 self._steady_left = min(_PLAN_EVERY, self._steady_left or _PLAN_EVERY)
@@ -229,8 +230,7 @@ class Engine:
         chosen = self._chooser.choose(logits, batch.takers)
         for sequence in batch.sequences:
             sequence.num_unknown += 1
-        self._newest = chosen.tokens
-        self._places = {sequence: place for place, sequence in enumerate(batch.sequences)}
+        self._newest, self._newest_of = chosen.tokens, batch.sequences
         letter = self._letters.pop() if self._letters else Letter()
         self._under_way.append((batch, letter.send(chosen.tokens, chosen.logprobs, chosen.doubts)))
         for request in {sequence.request for sequence in batch.sequences} if chosen.errors else ():
@@ -271,12 +271,13 @@ class Engine:
         """The tokens of all shares, int64 `[total]`; those that the host does not know come from the last choice."""
         tokens: list[int] = []
         unknown: list[tuple[int, int]] = []
+        newest = {sequence: place for place, sequence in enumerate(self._newest_of)}
         for share in shares:
             sequence, end = share.sequence, share.sequence.num_cached + share.num_tokens
             known = sequence.tokens[sequence.num_cached : end]
             tokens += known
             if len(known) < share.num_tokens:
-                unknown.append((len(tokens), self._places[sequence]))
+                unknown.append((len(tokens), newest[sequence]))
                 tokens.append(0)
         places = [place for _, place in unknown]
         if self._newest is not None and places == list(range(max(len(tokens), len(self._newest)))):

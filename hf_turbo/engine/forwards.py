@@ -13,7 +13,7 @@ from ..cache.forward_plan import PackedUnsuited
 from ..cache.paged_cache import PagedCache
 from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
-from ..generation.step import is_stock
+from ..generation.step import makes_stock_steps
 from ..modeling.head_input import HeadInput
 from ..modeling.model_state import why_not_together
 from ..modeling.step_graph import MAX_ROWS
@@ -24,9 +24,6 @@ _ONE_TOKEN = TokenTree.chain(0)
 
 #: Whether a model has changed is seen at one captured step in so many.
 _LOOK_EVERY = 16
-
-#: Methods that say what a forward is given. A model with its own may need more than tokens and positions.
-_STOCK_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
 class RowForwards:
@@ -49,7 +46,7 @@ class RowForwards:
         names = inspect.signature(type(model)._hf_turbo_original_class.forward).parameters
         if "position_ids" not in names:
             raise PackedUnsuited("the model's forward takes no positions")
-        if not all(is_stock(model, name) for name in _STOCK_METHODS) or model.is_remote_code():
+        if not makes_stock_steps(model):
             raise PackedUnsuited("the model makes its forwards' arguments in a way of its own")
         if (reason := why_not_together(model)) is not None:
             raise PackedUnsuited(reason)

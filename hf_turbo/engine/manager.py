@@ -22,12 +22,10 @@ from .metrics import EngineMetrics
 from .options import RequestOptions
 from .outputs import CANCELLED, Handler, Outbox, Submission
 from .request import Request
+from .supported import OBJECTS
 from .worker import Stop, Worker
 
 logger = logging.getLogger("hf_turbo")
-
-#: Arguments of a request that are no attribute of a GenerationConfig, and go to `RequestOptions.of` by name.
-_OBJECTS = ("logits_processor", "stopping_criteria", "tokenizer", "prefix_allowed_tokens_fn")
 
 
 class Manager:
@@ -250,7 +248,7 @@ class Manager:
             raise ValueError("a prompt has at least one token")
         own = dict(options)  # None means what it means to generate()
         priority, salt = own.pop("priority", None) or 0, own.pop("salt", None) or ""
-        objects = {name: own.pop(name) for name in _OBJECTS if name in own}
+        objects = {name: own.pop(name) for name in OBJECTS if name in own}
         with self._lock:
             if self._seeds is not None and own.get("seed") is None:
                 own["seed"] = int(torch.empty((), dtype=torch.int64).random_(generator=self._seeds).item())

@@ -53,6 +53,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "output_logits": (False,),
 }
 
+#: What `generate()` takes beside a GenerationConfig, and so does a request.
+OBJECTS = ("logits_processor", "stopping_criteria", "tokenizer", "prefix_allowed_tokens_fn")
+
 #: A request's own attributes, beyond those of a GenerationConfig.
 SEED = "seed"
 #: The manager's, not a request's.

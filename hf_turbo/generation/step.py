@@ -37,9 +37,13 @@ def knows_steps(model: Any, input_ids: torch.Tensor, generation_config: Any, mod
         and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2))
         and input_ids.dim() == 2
         and input_ids.device == model.device
-        and not model.is_remote_code()
-        and all(is_stock(model, name) for name in _STOCK_METHODS)
+        and makes_stock_steps(model)
     )
+
+
+def makes_stock_steps(model: Any) -> bool:
+    """Whether a model's steps are given what all models of Transformers are given, and nothing of its own."""
+    return not model.is_remote_code() and all(is_stock(model, name) for name in _STOCK_METHODS)
 
 
 def is_stock(model: Any, method: str) -> bool:

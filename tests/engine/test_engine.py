@@ -197,6 +197,25 @@ def test_steps_of_running_texts_go_on_beside_a_long_prompt(goes_ahead):
     check_idle(engine, model)
 
 
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_the_next_prompt_follows_at_once(goes_ahead):
+    """Where one has taken all of a step, those that wait do not wait for its text, too."""
+    stock, model = twins("llama", 16)
+    engine = Engine(model, limits(max_tokens=21, goes_ahead=goes_ahead))
+    asks = [Ask(prompt(1, 21, seed=i)[0].tolist(), {"max_new_tokens": 30, "do_sample": False}) for i in range(3)]
+    requests = [ask.request(model, str(i)) for i, ask in enumerate(asks)]
+    with torch.no_grad():
+        for request in requests:
+            engine.add(request)
+        for _ in range(3):
+            engine.step()
+        assert [request.sequences[0].num_cached for request in requests] == [23, 21, 19]
+        while engine.has_work:
+            engine.step()
+    check(stock, asks, requests)
+    check_idle(engine, model)
+
+
 #: Accelerated under `generate()`, but not here: their forwards can't be shared by rows that differ in length.
 UNSUITED = {"biogpt", "ctrl", "opt", "phi3", "phimoe"}
 NAMES = [name for name in ZOO if in_this_transformers(name)]
