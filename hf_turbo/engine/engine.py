@@ -157,7 +157,8 @@ class Engine:
             return True
         batch = self._launch(plan.shares)
         # After a prompt there may be room for the next one; a plan without any has let in what it could.
-        if batch.goes_on and not self._num_prompt and (goes_ahead or not self._goes_ahead):
+        is_whole = batch.goes_on and not any(sequence.request.is_over for sequence in batch.sequences)
+        if is_whole and not self._num_prompt and (goes_ahead or not self._goes_ahead):
             self._steady, self._steady_left = batch, batch.num_steps_left()
             if self.scheduler.num_waiting:
                 self._steady_left = min(_PLAN_EVERY, self._steady_left or _PLAN_EVERY)
