@@ -66,12 +66,9 @@ class LayerStore:
         self.block_size = block_size
         self.num_kv_heads = key.shape[1]
         self.head_dims = self.sizes = (key.shape[3], value.shape[3])
+        self.block_bytes = block_size * self.num_kv_heads * sum(self.head_dims) * self.dtype.itemsize
         self.kv: LayerKV | None = None
         self.version = -1  # of the segments that `kv` covers
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_size * self.num_kv_heads * sum(self.head_dims) * self.dtype.itemsize
 
     def matches(self, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether keys and values like these can be stored here."""
@@ -168,7 +165,7 @@ class BlockGroup:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over the group's layers."""
-        return sum(store.block_bytes for store in self.stores.values())
+        return sum([store.block_bytes for store in self.stores.values()])  # a list: the engine asks often
 
     def allocate(self, count: int, after: int | None = None, reserve: int = 0) -> list[int]:
         """Takes blocks, growing the group when it has too few. Arguments as in `BlockManager.allocate`."""

@@ -41,10 +41,7 @@ class CodeStore(LayerStore):
         self.format = fmt
         k_dim, v_dim = self.head_dims
         self.sizes = (fmt.key_bytes(block_size, k_dim), fmt.value_bytes(block_size, v_dim))
-
-    @property
-    def block_bytes(self) -> int:
-        return self.num_kv_heads * sum(self.sizes)
+        self.block_bytes = self.num_kv_heads * sum(self.sizes)
 
     def _segment(self, num_blocks: int, size: int) -> torch.Tensor:
         return torch.empty(num_blocks, self.num_kv_heads, size, dtype=torch.uint8, device=self.device)

@@ -108,15 +108,25 @@ class PrefixIndex:
         """
         if not self.is_on:
             return
-        by_index: dict[int, list[tuple[Part, int]]] = {}
+        new: dict[int, list[tuple[Part, int]]] = {}
+        last_known: dict[int, Entry] = {}
         for part, index, block in held:
-            by_index.setdefault(index, []).append((part, block))
-        if not by_index:
+            known = self._parts.get(part, {}).get(block)
+            if known is None:
+                new.setdefault(index, []).append((part, block))
+            else:
+                last_known[index] = known
+        if not new:
             return
-        entry = self._child(None, domain) or self._new(None, domain)
-        for index, content in enumerate(self._contents(tokens[: (max(by_index) + 1) * self.block_size])):
+        # A block is known after those before it: a text that has grown goes on where it was entered last.
+        first = min(new)
+        entry = last_known.get(first - 1)
+        if entry is None:
+            entry, first = self._child(None, domain) or self._new(None, domain), 0
+        size = self.block_size
+        for index, content in enumerate(self._contents(tokens[first * size : (max(new) + 1) * size]), first):
             entry = self._child(entry, content) or self._new(entry, content)
-            for part, block in by_index.get(index, ()):
+            for part, block in new.get(index, ()):
                 self._put(entry, part, block)
         self._prune(entry)
 

@@ -42,7 +42,7 @@ def test_quantized_blocks(kind):
     model = patched_model("llama", torch.bfloat16, 64, {"kv_cache_dtype": kind}, max_position_embeddings=1024)
     lengths = (300, 20, 190, 130)
     asks = [Ask(prompt(1, n)[0].tolist(), {"max_new_tokens": 70, "do_sample": False}, n // 50) for n in lengths]
-    engine = Engine(model, EngineLimits(max_tokens=128))
+    engine = Engine(model, EngineLimits(max_tokens=128, max_rows=16))
     alone = [run(engine, model, [ask])[0].sequences[0].new_tokens for ask in asks]
     together = [request.sequences[0].new_tokens for request in run(engine, model, asks)]
     agree = sum(a == b for one, other in zip(alone, together) for a, b in zip(one, other))
@@ -54,7 +54,7 @@ def test_drafts():
     stock, model = stock_model("llama"), patched_model("llama", turbo={"speculation": PromptLookup()})
     asks = [Ask(prompt(1, n)[0].tolist() * 3, {"max_new_tokens": 40, "do_sample": False}, n // 9) for n in (5, 9, 20)]
     asks.append(Ask(prompt(1, 30)[0].tolist(), {"max_new_tokens": 30, "do_sample": True, "seed": 3}))
-    engine = Engine(model, EngineLimits(max_tokens=256))
+    engine = Engine(model, EngineLimits(max_tokens=256, max_rows=16))
     check(stock, asks, run(engine, model, asks))
     assert next(iter(hf_turbo.report(model).drafts.values())).rounds
     check_idle(engine, model)
