@@ -22,19 +22,19 @@ SAMPLE_QUERIES = 64
 #: shown their range: a third of what 640 tokens give, or more (half, near the limit); within 32, down to a twentieth.
 MIN_TOKENS = 64
 #: Divergence up to which keys can take a format, in nats. Of int4, over the layers of real models at four texts:
-#: SmolLM2-135M median 0.01, worst 0.07; Gemma-3-270m median 0.01, worst 0.04. `benchmarks/key_bias.py`, perplexities
-#: by that of the wide cache:
+#: SmolLM2-135M median 0.01, worst 0.07; Gemma-3-270m median 0.01, worst 0.04 (scales for 64 tokens; for 32 they are
+#: less). `benchmarks/key_bias.py`, perplexities by that of the wide cache:
 #:
 #:     biases of the keys          first, last layer     int4 everywhere     int8 where the limit is passed
-#:     none                        0.002, 0.009          1.002               1.002 (nowhere)
-#:     30 times, 3 channels        0.014, 0.075          1.001               1.001 (nowhere)
-#:     30 times, 4 channels        0.044, 0.154          1.006               1.005 (last)
-#:     300 times, 1 channel        0.35, 2.1             1.007               0.999 (both)
-#:     300 times, 3 channels       1.8, 5.4              1.224               1.008 (both)
-#:     1000 times, 1 channel       2.4, 9.9              1.157               1.005 (both)
+#:     none                        0.001, 0.007          1.001               1.001 (nowhere)
+#:     30 times, 3 channels        0.005, 0.022          1.002               1.002 (nowhere)
+#:     30 times, 4 channels        0.034, 0.096          1.004               1.004 (nowhere)
+#:     300 times, 1 channel        0.093, 0.75           1.006               1.003 (last)
+#:     300 times, 3 channels       0.76, 2.5             1.107               1.009 (both)
+#:     1000 times, 1 channel       0.79, 4.1             1.036               1.007 (both)
 #:
-#: With biases, int8 gives 1/70 to 1/280 of int4's figures, fp8 a fifth to a half: the last two cases cost fp8 1.117
-#: and 1.038, and 1.005 and 1.003 with int8 where the limit is passed.
+#: Where the limit is passed int8 gives 1/28 to 1/72 of int4's figures, fp8 about the same: the last two cases cost fp8
+#: 1.117 and 1.038, and 1.005 and 1.003 with int8 where the limit is passed.
 LIMIT = 0.15
 _FALLBACK = "int8"
 

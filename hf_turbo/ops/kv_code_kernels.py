@@ -115,10 +115,13 @@ def _unpack(words, BITS: tl.constexpr):
 
 @triton.jit
 def store_key_codes(
-    x, target, SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
+    x, target, group, SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the bytes of a block's keys, a float32 tile. `target`: uint8 pointer; SCALES: where scales begin."""
+    """Writes the bytes of keys, a float32 tile: of a block's tokens that share their scales, one of GROUPS groups.
+
+    `target`: uint8 pointer to the block. SCALES: where its scales begin.
+    """
     x = x + 0.0  # no negative zeros, as in `kv_codes`
     low, high = tl.min(x, 0), tl.max(x, 0)
     if IS_FLOAT:
@@ -131,12 +134,11 @@ def store_key_codes(
     scaled = tl.div_rn(x - zero.to(tl.float32)[None, :, :], _not_zero(scale)[None, :, :])
 
     dim, mask = part_of_dim(DIM, BITS)
-    scales = (target + SCALES).to(tl.pointer_type(tl.float16))
+    codes, scales = _of_group(target, group, SCALES, BLOCK_SIZE // GROUPS, DIM, BITS)
     tl.store(scales + dim, scale, mask=mask)
-    tl.store(scales + DIM + dim, zero, mask=mask)
-    place, there = _places(DIM, BITS, BLOCK_SIZE, TRANSPOSED=False)
-    words = _pack(_to_codes(scaled, BITS, IS_FLOAT, SIGNED=False), BITS)
-    tl.store(target.to(tl.pointer_type(tl.int16)) + place, words, mask=there)
+    tl.store(scales + GROUPS * DIM + dim, zero, mask=mask)
+    place, there = _places(DIM, BITS, BLOCK_SIZE // GROUPS, TRANSPOSED=False)
+    tl.store(codes + place, _pack(_to_codes(scaled, BITS, IS_FLOAT, SIGNED=False), BITS), mask=there)
 
 
 @triton.jit
@@ -172,17 +174,24 @@ def store_value_codes(
 
 @triton.jit
 def load_keys(
-    source, SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
+    source, group, SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A block's keys, a float32 tile, from their bytes."""
-    place, there = _places(DIM, BITS, BLOCK_SIZE, TRANSPOSED=False)
-    numbers = _from_codes(_unpack(_load_words(source, place, there), BITS), IS_FLOAT, SIGNED=False)
+    """The keys of a group of a block's tokens, a float32 tile, from their bytes."""
+    codes, scales = _of_group(source, group, SCALES, BLOCK_SIZE // GROUPS, DIM, BITS)
+    place, there = _places(DIM, BITS, BLOCK_SIZE // GROUPS, TRANSPOSED=False)
+    numbers = _from_codes(_unpack(_load_words(codes, place, there), BITS), IS_FLOAT, SIGNED=False)
     dim, mask = part_of_dim(DIM, BITS)
-    scales = (source + SCALES).to(tl.pointer_type(tl.float16)) + dim
-    scale = tl.load(scales, mask=mask, other=0).to(tl.float32)
-    zero = tl.load(scales + DIM, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(scales + dim, mask=mask, other=0).to(tl.float32)
+    zero = tl.load(scales + GROUPS * DIM + dim, mask=mask, other=0).to(tl.float32)
     return numbers * scale[None, :, :] + zero[None, :, :]
+
+
+@triton.jit
+def _of_group(block, group, SCALES: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Where the words of a group's keys begin, and its scales."""
+    codes = block.to(tl.pointer_type(tl.int16)) + group * (TOKENS * DIM * BITS // 16)
+    return codes, (block + SCALES).to(tl.pointer_type(tl.float16)) + group * DIM
 
 
 @triton.jit

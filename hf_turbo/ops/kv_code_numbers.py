@@ -98,7 +98,7 @@ def key_numbers_8(
 
     Args:
         words: int16 `[tokens, dim / 2]`.
-        s0, s1, z0, z1: scales and zeros of each half, fp16 `[1, dim / 2]`.
+        s0, s1, z0, z1: scales and zeros of each half, fp16 `[tokens or 1, dim / 2]`.
     """
     if CAPABILITY == 0:
         k0 = _plain_8(words, 0, 0, IS_FLOAT) * s0.to(tl.float32) + z0.to(tl.float32)
@@ -119,7 +119,7 @@ def key_numbers_4(
 
     Args:
         words: int16 `[tokens, dim / 4]`.
-        s0 to z3: scales and zeros of each quarter, fp16 `[1, dim / 4]`.
+        s0 to z3: scales and zeros of each quarter, fp16 `[tokens or 1, dim / 4]`.
     """
     if CAPABILITY == 0:
         k0 = _plain_4(words, 0) * s0.to(tl.float32) + z0.to(tl.float32)

@@ -19,6 +19,7 @@ def quantize_keys(keys: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
         keys: `[..., block_size, dim]`, finite; `dim` is a multiple of `fmt.parts`.
     """
     x = keys.float() + 0.0  # no negative zeros: which of two zeros is the minimum would be anybody's guess
+    x = x.unflatten(-2, (fmt.key_groups(x.shape[-2]), -1))
     low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
     if fmt.is_float:
         zero = _half(low * 0.5 + high * 0.5)
@@ -26,8 +27,8 @@ def quantize_keys(keys: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     else:
         zero = _half(low)
         scale = _half_up((high - zero.float()).clamp(min=0) / (2**fmt.bits - 1))
-    codes = _codes((x - zero.float()) / _not_zero(scale), fmt)
-    parts = [_bytes(_pack(codes, fmt)), scale.squeeze(-2).view(torch.uint8), zero.squeeze(-2).view(torch.uint8)]
+    codes = _codes((x - zero.float()) / _not_zero(scale), fmt).flatten(-3, -2)
+    parts = [_bytes(part) for part in (_pack(codes, fmt), scale.squeeze(-2), zero.squeeze(-2))]
     return _joined(parts, fmt.key_bytes(*keys.shape[-2:]))
 
 
@@ -35,8 +36,10 @@ def dequantize_keys(data: torch.Tensor, fmt: KVFormat, block_size: int, dim: int
     """Float32 `[..., block_size, dim]` of `[..., key_bytes]`."""
     start = fmt.key_scales(block_size, dim)
     numbers = _unpack(_words(data, start).unflatten(-1, (block_size, -1)), fmt, -1)
-    scale, zero = (_numbers(data[..., start + i * 2 * dim :], dim).unsqueeze(-2) for i in (0, 1))
-    return numbers.mul_(scale).add_(zero)
+    scales = _numbers(data[..., start:], 2 * fmt.key_groups(block_size) * dim)
+    scale, zero = scales.unflatten(-1, (2, -1, 1, dim)).unbind(-4)
+    numbers.unflatten(-2, (scale.shape[-3], -1)).mul_(scale).add_(zero)
+    return numbers
 
 
 def quantize_values(values: torch.Tensor, fmt: KVFormat) -> torch.Tensor:

@@ -5,12 +5,12 @@ holds, from its lowest bits on, those of the dimensions `i` and `i + dim / 2`, o
 So what a thread reads for a tensor core's fragment of 16-bit numbers becomes one fragment for each part of a head.
 Each run is padded to a multiple of 16 bytes.
 
-    keys    codes [block_size, dim / parts], scales fp16 [dim], zeros fp16 [dim]
+    keys    codes [block_size, dim / parts], scales fp16 [groups, dim], zeros fp16 [groups, dim]
     values  codes [dim / parts, block_size], scales fp16 [block_size], zeros fp16 [block_size] (int4), unit fp32
 
-Keys have a scale and a zero for each channel of the block, since a few channels are much larger than the others
-(KIVI, arXiv:2402.02750); values have theirs for each token. Values lie transposed, so that what a product sums over
-is what lies in a row of memory.
+Keys have a scale and a zero for each channel, since a few channels are much larger than the others (KIVI,
+arXiv:2402.02750): for all of a block's tokens, or with 4 bits for each group of 32. Values have theirs for each token,
+and lie transposed, so that what a product sums over is what lies in a row of memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class KVFormat:
         bits: of a code.
         is_float: codes are float8 e4m3; otherwise whole numbers.
         zero_values: values have a zero for each token.
+        key_tokens: so many of a block's tokens share the scales and zeros of their keys; None: all do.
     """
 
     name: str
     bits: int
     is_float: bool = False
     zero_values: bool = False
+    key_tokens: int | None = None
 
     @property
     def parts(self) -> int:
@@ -46,13 +48,17 @@ class KVFormat:
         """Bytes of one token's codes."""
         return dim * self.bits // 8
 
+    def key_groups(self, block_size: int) -> int:
+        """Groups of a block's tokens whose keys have scales and zeros of their own."""
+        return 1 if self.key_tokens is None else max(block_size // self.key_tokens, 1)
+
     def key_scales(self, block_size: int, dim: int) -> int:
         """Where the keys' scales begin; the zeros follow them."""
         return block_size * self.row_bytes(dim)
 
     def key_bytes(self, block_size: int, dim: int) -> int:
         """Bytes of one block's keys, one head."""
-        return _padded(self.key_scales(block_size, dim) + 4 * dim)
+        return _padded(self.key_scales(block_size, dim) + 4 * dim * self.key_groups(block_size))
 
     def value_scales(self, block_size: int, dim: int) -> int:
         """Where the values' scales begin; zeros, if any, follow them."""
@@ -74,7 +80,7 @@ class KVFormat:
 KV_FORMATS = {
     "int8": KVFormat("int8", 8),
     "fp8": KVFormat("fp8", 8, is_float=True),
-    "int4": KVFormat("int4", 4, zero_values=True),
+    "int4": KVFormat("int4", 4, zero_values=True, key_tokens=32),
 }
 
 #: Block sizes that quantized blocks can have.

@@ -30,41 +30,36 @@ def _store_block(
     STRIDES: tl.constexpr, SCALES: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDE_SEGMENTED: tl.constexpr,
     CODES_SEGMENTED: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO_VALUES: tl.constexpr,
-    OF_KEYS: tl.constexpr,
+    GROUPS: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One block's keys or values, one head. `first_row`: the row in `new_ptr` that position 0 would have."""
-    token = tl.arange(0, BLOCK_SIZE)
-    position = block * BLOCK_SIZE + token
-    dim, is_dim = part_of_dim(DIM, BITS)
-    is_new = ((position >= old) & (position < new))[:, None, None] & is_dim[None, :, :]
-    rows = (first_row + position).to(tl.int64) * stride_t
-    x = tl.load(new_ptr + rows[:, None, None] + dim[None, :, :], mask=is_new, other=0)
+    """One block's keys or values, one head. `first_row`: the row in `new_ptr` that position 0 would have.
 
-    # The table entry of a block that is not held may be anything.
+    GROUPS: parts of the block that are coded each on its own, one after another.
+    """
+    # The table entry of a block that is not held may be anything, as may that of one that is not coded.
     has_old = is_coded & (block * BLOCK_SIZE < old)
     wide_id = tl.load(wide_table_ptr + block, mask=is_held | has_old, other=0)
-    wide = block_offset(wide_id, wide_offsets_ptr, STRIDES[0], WIDE_SEGMENTED) + head * STRIDES[1]
-    wide_rows = wide_ptr + wide + (token * STRIDES[2])[:, None, None] + dim[None, :, :]
-    if is_held:
-        tl.store(wide_rows, x, mask=is_new)
-    if is_coded:
-        is_old = (position < old)[:, None, None] & is_dim[None, :, :]
-        x = tl.where(is_old, tl.load(wide_rows, mask=is_old, other=0), x)
-        code_id = tl.load(code_table_ptr + block)
-        target = codes_ptr + block_offset(code_id, code_offsets_ptr, HEADS * CODE_BYTES, CODES_SEGMENTED)
-        _store_codes(x, target + head * CODE_BYTES, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES, OF_KEYS)
+    wide_ptr += block_offset(wide_id, wide_offsets_ptr, STRIDES[0], WIDE_SEGMENTED) + head * STRIDES[1]
+    code_id = tl.load(code_table_ptr + block, mask=is_coded, other=0)
+    codes_ptr += block_offset(code_id, code_offsets_ptr, HEADS * CODE_BYTES, CODES_SEGMENTED) + head * CODE_BYTES
 
-
-@triton.jit
-def _store_codes(
-    x, target, SCALES: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO_VALUES: tl.constexpr, OF_KEYS: tl.constexpr,
-):  # fmt: skip
-    """A tile in the model's dtype to the bytes of one block and head."""
-    if OF_KEYS:
-        store_key_codes(x.to(tl.float32), target, SCALES, BLOCK_SIZE, DIM, BITS, IS_FLOAT)
-    else:
-        store_value_codes(x.to(tl.float32), target, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES)
+    dim, is_dim = part_of_dim(DIM, BITS)
+    for group in tl.range(0, GROUPS, num_stages=1):
+        token = group * (BLOCK_SIZE // GROUPS) + tl.arange(0, BLOCK_SIZE // GROUPS)
+        position = block * BLOCK_SIZE + token
+        is_new = ((position >= old) & (position < new))[:, None, None] & is_dim[None, :, :]
+        rows = (first_row + position).to(tl.int64) * stride_t
+        x = tl.load(new_ptr + rows[:, None, None] + dim[None, :, :], mask=is_new, other=0)
+        wide_rows = wide_ptr + (token * STRIDES[2])[:, None, None] + dim[None, :, :]
+        if is_held:
+            tl.store(wide_rows, x, mask=is_new)
+        if is_coded:
+            is_old = (position < old)[:, None, None] & is_dim[None, :, :]
+            tile = tl.where(is_old, tl.load(wide_rows, mask=is_old, other=0), x).to(tl.float32)
+            if OF_KEYS:
+                store_key_codes(tile, codes_ptr, group, SCALES, BLOCK_SIZE, DIM, BITS, IS_FLOAT, GROUPS)
+            else:
+                store_value_codes(tile, codes_ptr, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES)
 
 
 @triton.jit(
@@ -79,7 +74,7 @@ def _store_quantized_kernel(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, V_UNIT: tl.constexpr,
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
-    ZERO_VALUES: tl.constexpr,
+    ZERO_VALUES: tl.constexpr, KEY_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program: the keys or the values of one head in one of the blocks that a sequence's new tokens can touch."""
     seq = tl.program_id(2)
@@ -104,7 +99,7 @@ def _store_quantized_kernel(
             k_ptr + head * stride_kh, first_row, k_wide_ptr, k_codes_ptr, wide_offsets_ptr, code_offsets_ptr,
             wide_table_ptr, code_table_ptr, block, old, new, is_held, is_coded, head, stride_kt,
             K_STRIDES, K_SCALES, 0, K_BYTES, HEADS, K_DIM, BLOCK_SIZE, WIDE_SEGMENTED, CODES_SEGMENTED,
-            BITS, IS_FLOAT, ZERO_VALUES, OF_KEYS=True,
+            BITS, IS_FLOAT, ZERO_VALUES, KEY_GROUPS, OF_KEYS=True,
         )  # fmt: skip
     else:
         _store_block(
@@ -112,7 +107,7 @@ def _store_quantized_kernel(
             wide_offsets_ptr + _MAX_SEGMENTS, code_offsets_ptr + _MAX_SEGMENTS,
             wide_table_ptr, code_table_ptr, block, old, new, is_held, is_coded, head, stride_vt,
             V_STRIDES, V_SCALES, V_UNIT, V_BYTES, HEADS, V_DIM, BLOCK_SIZE, WIDE_SEGMENTED, CODES_SEGMENTED,
-            BITS, IS_FLOAT, ZERO_VALUES, OF_KEYS=False,
+            BITS, IS_FLOAT, ZERO_VALUES, 1, OF_KEYS=False,
         )  # fmt: skip
 
 
@@ -121,7 +116,7 @@ def _recode_block(
     bases_ptr, offsets_ptr, wide_id, code_id, head, DTYPE: tl.constexpr, TO_CODES: tl.constexpr,
     STRIDES: tl.constexpr, SCALES: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO_VALUES: tl.constexpr, OF_KEYS: tl.constexpr,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO_VALUES: tl.constexpr, GROUPS: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One block's keys or values, one head. The pointers are at the wide blocks' entry; that of the codes is next."""
     wide = tl.multiple_of(tl.load(bases_ptr).to(tl.pointer_type(DTYPE)), 16)
@@ -131,18 +126,23 @@ def _recode_block(
     wide += block_offset(wide_id, wide_offsets, STRIDES[0], True) + head * STRIDES[1]
     codes += block_offset(code_id, code_offsets, HEADS * CODE_BYTES, True) + head * CODE_BYTES
 
-    token = tl.arange(0, BLOCK_SIZE)
     dim, is_dim = part_of_dim(DIM, BITS)
-    rows = wide + (token * STRIDES[2])[:, None, None] + dim[None, :, :]
-    mask = (token < BLOCK_SIZE)[:, None, None] & is_dim[None, :, :]
-    if TO_CODES:
-        x = tl.load(rows, mask=mask, other=0)
-        _store_codes(x, codes, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES, OF_KEYS)
-    elif OF_KEYS:
-        tl.store(rows, load_keys(codes, SCALES, BLOCK_SIZE, DIM, BITS, IS_FLOAT).to(DTYPE), mask=mask)
-    else:
-        x = load_values(codes, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES)
-        tl.store(rows, x.to(DTYPE), mask=mask)
+    for group in tl.range(0, GROUPS, num_stages=1):
+        token = group * (BLOCK_SIZE // GROUPS) + tl.arange(0, BLOCK_SIZE // GROUPS)
+        rows = wide + (token * STRIDES[2])[:, None, None] + dim[None, :, :]
+        mask = (token < BLOCK_SIZE)[:, None, None] & is_dim[None, :, :]
+        if TO_CODES:
+            x = tl.load(rows, mask=mask, other=0).to(tl.float32)
+            if OF_KEYS:
+                store_key_codes(x, codes, group, SCALES, BLOCK_SIZE, DIM, BITS, IS_FLOAT, GROUPS)
+            else:
+                store_value_codes(x, codes, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES)
+        else:
+            if OF_KEYS:
+                x = load_keys(codes, group, SCALES, BLOCK_SIZE, DIM, BITS, IS_FLOAT, GROUPS)
+            else:
+                x = load_values(codes, SCALES, UNIT, BLOCK_SIZE, DIM, BITS, IS_FLOAT, ZERO_VALUES)
+            tl.store(rows, x.to(DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["bases_ptr", "offsets_ptr", "pairs_ptr"])
@@ -151,7 +151,7 @@ def _recode_kernel(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, V_UNIT: tl.constexpr,
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
-    ZERO_VALUES: tl.constexpr,
+    ZERO_VALUES: tl.constexpr, KEY_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program: the keys or the values of one head of one block in one layer, to codes or back."""
     pair_ptr = pairs_ptr + 2 * tl.program_id(0)
@@ -163,12 +163,14 @@ def _recode_kernel(
     if tl.program_id(1) < HEADS:
         _recode_block(
             bases_ptr + layer, offsets_ptr + layer, wide_id, code_id, head, DTYPE, TO_CODES,
-            K_STRIDES, K_SCALES, 0, K_BYTES, HEADS, K_DIM, BLOCK_SIZE, BITS, IS_FLOAT, ZERO_VALUES, OF_KEYS=True,
+            K_STRIDES, K_SCALES, 0, K_BYTES, HEADS, K_DIM, BLOCK_SIZE, BITS, IS_FLOAT, ZERO_VALUES, KEY_GROUPS,
+            OF_KEYS=True,
         )  # fmt: skip
     else:
         _recode_block(
             bases_ptr + layer + 2, offsets_ptr + layer + 2, wide_id, code_id, head, DTYPE, TO_CODES,
-            V_STRIDES, V_SCALES, V_UNIT, V_BYTES, HEADS, V_DIM, BLOCK_SIZE, BITS, IS_FLOAT, ZERO_VALUES, OF_KEYS=False,
+            V_STRIDES, V_SCALES, V_UNIT, V_BYTES, HEADS, V_DIM, BLOCK_SIZE, BITS, IS_FLOAT, ZERO_VALUES, 1,
+            OF_KEYS=False,
         )  # fmt: skip
 
 
@@ -302,6 +304,7 @@ def _constants(kv: QuantizedKV) -> tuple[Hashable, ...]:
         kv.wide.k_segments[0].stride()[:3], kv.wide.v_segments[0].stride()[:3], kv.num_kv_heads, k_dim, v_dim, size,
         fmt.key_scales(size, k_dim), fmt.value_scales(size, v_dim), fmt.value_unit(size, v_dim),
         fmt.key_bytes(size, k_dim), fmt.value_bytes(size, v_dim), fmt.bits, fmt.is_float, fmt.zero_values,
+        fmt.key_groups(size),
     )  # fmt: skip
 
 

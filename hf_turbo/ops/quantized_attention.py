@@ -252,8 +252,8 @@ def paged_attention(
         kv.k_dim, kv.v_dim, block_size, kv.wide.segmented or kv.codes.segmented,
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
         metadata.max_seqlen_q == 1 and tree is None, tree is not None,
-        (fmt.bits, fmt.is_float, fmt.zero_values, 448.0 if fmt.is_float else 127.0), wide_weight,
-        config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
+        (fmt.bits, fmt.is_float, fmt.zero_values, 448.0 if fmt.is_float else 127.0, fmt.key_groups(block_size)),
+        wide_weight, config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
     )  # fmt: skip
     misaligned = tuple(t.data_ptr() % 16 for t in (q, out, wide_k, wide_v, codes_k, codes_v))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)

@@ -74,14 +74,30 @@ def _load_codes(ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(ptr, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
-    """A part of the fp16 vector `[DIM]`, `[1, DIM / PARTS]`, padded with zeros."""
-    WIDTH: tl.constexpr = DIM // PARTS
-    offs = tl.arange(0, padded(WIDTH))
-    if padded(WIDTH) != WIDTH:
-        return tl.load(ptr + PART * WIDTH + offs, mask=offs < WIDTH, other=0.0)[None, :]
-    else:
-        return tl.load(ptr + PART * WIDTH + offs)[None, :]
+def _load_key_numbers(ptr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales and zeros of each token's keys, fp16 `[BLOCK_SIZE, DIM / PARTS, PARTS]`, padded with zeros.
+
+    With one group `[1, DIM / PARTS, PARTS]`. They come in one load, as one for each part takes as many more copies and
+    waits; groups become tokens in registers, where a thread has the same columns of all of its tokens.
+    """
+    WIDTH: tl.constexpr = padded(DIM // PARTS)
+    offs = tl.arange(0, WIDTH)[None, :]
+    ptrs = ptr + (tl.arange(0, 2 * GROUPS * PARTS) * (DIM // PARTS))[:, None] + offs
+    numbers = tl.load(ptrs) if WIDTH * PARTS == DIM else tl.load(ptrs, mask=offs < DIM // PARTS, other=0.0)
+    numbers = tl.permute(tl.reshape(numbers, [2, GROUPS, PARTS, WIDTH]), (1, 3, 2, 0))
+    if GROUPS > 1:
+        numbers = tl.broadcast_to(numbers[:, None], [GROUPS, BLOCK_SIZE // GROUPS, WIDTH, PARTS, 2])
+        numbers = tl.reshape(numbers, [BLOCK_SIZE, WIDTH, PARTS, 2])
+    return tl.split(numbers)
+
+
+@triton.jit
+def _split_parts(x):
+    """`[rows, columns, 4]` as four tensors."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -198,6 +214,7 @@ def attend_codes(
     K_WORDS: tl.constexpr = K_DIM // PARTS
     V_WORDS: tl.constexpr = V_DIM // PARTS
     HAS_ZEROS: tl.constexpr = FORMAT[2]
+    GROUPS: tl.constexpr = FORMAT[4]
     k_base, v_base = _locate_block(
         tile, end_tile, table_ptr, segment_offsets_ptr, K_BLOCK, V_BLOCK, SEGMENTED
     )
@@ -205,17 +222,14 @@ def attend_codes(
     for _ in range(tile, end_tile):
         scales_ptr = (k_ptr + k_base + 2 * BLOCK_SIZE * K_WORDS).to(tl.pointer_type(tl.float16))
         k_codes = _load_codes(k_ptr + k_base, BLOCK_SIZE, K_WORDS)
-        s0 = _load_numbers(scales_ptr, K_DIM, 0, PARTS)
-        s1 = _load_numbers(scales_ptr, K_DIM, 1, PARTS)
-        z0 = _load_numbers(scales_ptr + K_DIM, K_DIM, 0, PARTS)
-        z1 = _load_numbers(scales_ptr + K_DIM, K_DIM, 1, PARTS)
+        k_scale, k_zero = _load_key_numbers(scales_ptr, BLOCK_SIZE, K_DIM, PARTS, GROUPS)
         if PARTS == 4:
-            s2 = _load_numbers(scales_ptr, K_DIM, 2, PARTS)
-            s3 = _load_numbers(scales_ptr, K_DIM, 3, PARTS)
-            z2 = _load_numbers(scales_ptr + K_DIM, K_DIM, 2, PARTS)
-            z3 = _load_numbers(scales_ptr + K_DIM, K_DIM, 3, PARTS)
+            s0, s1, s2, s3 = _split_parts(k_scale)
+            z0, z1, z2, z3 = _split_parts(k_zero)
             k0, k1, k2, k3 = key_numbers_4(k_codes, s0, s1, s2, s3, z0, z1, z2, z3, q0.dtype, CAPABILITY)
         else:
+            s0, s1 = tl.split(k_scale)
+            z0, z1 = tl.split(k_zero)
             k0, k1 = key_numbers_8(k_codes, s0, s1, z0, z1, FORMAT[1], q0.dtype, CAPABILITY)
             k2 = k0
             k3 = k1

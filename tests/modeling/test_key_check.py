@@ -44,19 +44,19 @@ def test_huge_biases_are_flagged_and_plain_keys_are_not(tokens):
     plain = check_keys(*states(tokens), "int4", BLOCK, SCALE)
     assert plain.format == "int4" and plain.fits and set(plain.divergences) == {"int4"}
     assert plain.divergences["int4"] < LIMIT / 3
-    biased = check_keys(*states(tokens, times=600.0), "int4", BLOCK, SCALE)
+    biased = check_keys(*states(tokens, times=1200.0), "int4", BLOCK, SCALE)
     assert biased.format == "int8" and biased.fits
     assert biased.divergences["int4"] > 2 * LIMIT > 10 * biased.divergences["int8"]
 
 
 def test_a_bias_that_does_not_turn_costs_nothing():
     """It is the zero of its channel: how large keys are, or how large their error, does not decide."""
-    assert check_keys(*states(times=300.0, channels=(31,)), "int4", BLOCK, SCALE).format == "int4"
+    assert check_keys(*states(times=1200.0, channels=(31,)), "int4", BLOCK, SCALE).format == "int4"
 
 
 def test_an_error_counts_by_what_becomes_of_attention():
     """The same keys and the same error, and queries that look elsewhere."""
-    query, key = states(times=300.0)
+    query, key = states(times=1200.0)
     query[..., [10, 42]] = 0
     assert check_keys(query, key, "int4", BLOCK, SCALE).format == "int4"
 

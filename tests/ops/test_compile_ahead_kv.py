@@ -16,6 +16,9 @@ import test_compile_ahead as ahead
 
 #: A kernel with registers to spare keeps so much on its stack around the slow path of a division.
 STACK_BYTES = 16
+#: What a turn over int4 codes exchanges through shared memory, at most. Scales that aren't one copy ahead of their use,
+#: or that have to change their layout, take 24 more.
+EXCHANGES = 64
 
 # Name -> keywords of `compile_case`, whose defaults are a bf16 prompt of 8 heads of 128.
 CASES = {
@@ -152,6 +155,8 @@ def check_attention(facts, capability, name):
     if "fp32" not in name:
         assert kernel["tensor_core_ops"], kernel
         assert min(kernel["async_copies"]) >= 4 and kernel["async_copies"].count(16) > 4, kernel
+    if name in ("attend-int4", "attend-int4-d80"):
+        assert kernel["exchanges_in_loop"][0] <= EXCHANGES, kernel
 
 
 @pytest.mark.parametrize("capability, name", ahead.on_devices(QUICK_ATTENTION))

@@ -11,6 +11,8 @@ from hf_turbo.ops.kv_format import E4M3_MAX, KV_BLOCK_SIZES, KV_FORMATS, end_of_
 FORMATS = list(KV_FORMATS)
 DIMS = [64, 80, 96, 112, 128, 256]
 SIZE = 64
+#: Tokens that share a channel's scale.
+KEY_TOKENS = {"int8": SIZE, "fp8": SIZE, "int4": 32}
 
 
 def fake_keys(x, fmt):
@@ -77,9 +79,10 @@ INPUTS = inputs()
 def test_error(name, fmt):
     """Half a step of the numbers that share a scale, and what fp16 takes from scales and zeros."""
     x = INPUTS[name]
-    for fake, along, is_value in ((fake_keys, -2, False), (fake_values, -1, True)):
+    groups = x.double().unflatten(-2, (-1, KEY_TOKENS[fmt]))
+    bounds = allowed(groups, fmt, -2, False).flatten(-3, -2), allowed(x.double(), fmt, -1, True)
+    for fake, bound in zip((fake_keys, fake_values), bounds, strict=True):
         error = (fake(x, fmt).double() - x.double()).abs()
-        bound = allowed(x.double(), fmt, along, is_value)
         assert error.isfinite().all()
         assert (error <= bound).all(), (error / bound).max()
         if name in ("normal", "biases", "one sign"):  # the bound is not far from what happens
@@ -174,9 +177,9 @@ def test_codes_lie_as_said(fmt):
         x = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     else:
         codes = torch.randint(0, largest + 1, (SIZE, dim))
-        codes[0], codes[1] = 0, largest  # so every channel's scale is 1
+        codes[::32], codes[1::32] = 0, largest  # so every channel's scale is 1
         codes[:, 0], codes[:, 1] = 0, largest  # and every token's is that of a power of two
-        codes[:2, :2] = torch.tensor([[0, largest], [largest, 0]])
+        codes[1::32, :2] = torch.tensor([largest, 0])
         x = codes.float()
     words = dim // fmt.parts
     keys = kv_codes.quantize_keys(x, fmt).view(torch.int16)[: SIZE * words].view(SIZE, words)
@@ -190,14 +193,16 @@ def test_codes_lie_as_said(fmt):
 
 
 def test_where_scales_lie():
-    """Behind the codes: fp16 scales and zeros by channel; scales, zeros and a unit by token."""
+    """Behind the codes: fp16 scales and zeros by group and channel; scales, zeros and a unit by token."""
     x = torch.randn(SIZE, 80) * 3
+    x[32:] *= 2
     for fmt in KV_FORMATS.values():
         keys, values = kv_codes.quantize_keys(x, fmt), kv_codes.quantize_values(x, fmt)
         assert len(keys) == fmt.key_bytes(SIZE, 80) and len(values) == fmt.value_bytes(SIZE, 80)
         start = SIZE * 80 * fmt.bits // 8
-        scale, zero = keys[start : start + 320].view(torch.float16).view(2, 80).float()
-        low, high = x.amin(0), x.amax(0)
+        groups = x.view(-1, KEY_TOKENS[fmt.name], 80)
+        scale, zero = keys[start:][: len(groups) * 320].view(torch.float16).view(2, -1, 80).float()
+        low, high = groups.amin(1), groups.amax(1)
         near = {"rtol": 2e-3, "atol": 1e-3}
         if fmt.is_float:
             torch.testing.assert_close(zero, (low + high) / 2, **near)
@@ -213,6 +218,23 @@ def test_where_scales_lie():
             torch.testing.assert_close(scales[0] * unit, (x.amax(1) - x.amin(1)) / 15, **near)
         else:
             torch.testing.assert_close(scales[0] * unit, x.abs().amax(1), **near)
+
+
+@pytest.mark.parametrize("fmt, tokens", KEY_TOKENS.items())
+@pytest.mark.parametrize("block_size", KV_BLOCK_SIZES)
+def test_groups_of_keys_are_coded_on_their_own(fmt, tokens, block_size):
+    """As in blocks of so many tokens: 32 for int4, a block's for the others."""
+    fmt, dim = KV_FORMATS[fmt], 80
+    tokens = block_size if tokens == SIZE else tokens
+    x = torch.randn(2, block_size, dim) * torch.logspace(-2, 2, block_size)[:, None]
+    whole, alone = kv_codes.quantize_keys(x, fmt), kv_codes.quantize_keys(x.unflatten(1, (-1, tokens)), fmt)
+    codes, numbers = fmt.row_bytes(dim) * tokens, 2 * dim
+    for start, length in ((0, codes), (codes, numbers), (codes + numbers, numbers)):  # codes, scales, zeros
+        count = block_size // tokens
+        wanted = alone[..., start : start + length].flatten(1)
+        assert torch.equal(whole[:, start * count : (start + length) * count], wanted)
+    back = kv_codes.dequantize_keys(alone, fmt, tokens, dim).flatten(1, 2)
+    assert torch.equal(kv_codes.dequantize_keys(whole, fmt, block_size, dim), back)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -230,8 +230,8 @@ def test_keep_last_of_a_chunk():
 
 @pytest.mark.parametrize("dims, fmt", few([(80, 48), (96, 112), (16, 128), (256, 64)], FORMATS))
 def test_head_sizes(fmt, dims):
-    case = StoreCase([97], [130], fmt, dims=dims, heads=1, segments=1)
-    assert case.check()
+    case = StoreCase([193], [258], fmt, dims=dims, heads=1, segments=1, block_size=64)
+    assert case.check() == 2
 
 
 @pytest.mark.parametrize("block_size, fmt", few([64, 128], FORMATS))
@@ -246,10 +246,11 @@ def wide_block(layer, seed):
     return random((*shape, layer.k_dim), dtype, seed), random((*shape, layer.v_dim), dtype, seed + 1)
 
 
-@pytest.mark.parametrize("dtype, fmt", few([torch.float32, torch.float16, torch.bfloat16], FORMATS))
+# int4, whose keys have two groups of scales, in float32: both ways then, wherever this runs.
+@pytest.mark.parametrize("dtype, fmt", few([torch.float16, torch.bfloat16, torch.float32], FORMATS))
 def test_blocks_to_codes_and_back(fmt, dtype):
     """In layers of two kinds; nothing but the targets is written."""
-    layers = [make_layer(fmt, 3, dtype=dtype, dims=dims) for dims in ((64, 64), (80, 48), (64, 64))]
+    layers = [make_layer(fmt, 3, dtype=dtype, dims=dims, block_size=64) for dims in ((64, 64), (80, 48), (64, 64))]
     later = 1 << SEGMENT_BITS
     pairs = torch.tensor([[1, later + 2], [later, 0]], dtype=torch.int32)
     blocks = [[wide_block(layer, 10 * i + j) for j in range(2)] for i, layer in enumerate(layers)]
