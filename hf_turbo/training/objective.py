@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..generation.medusa_heads import MedusaHeads, Projection
 from .examples import NO_TARGET, Examples
@@ -32,8 +31,9 @@ class Outcome(NamedTuple):
 class Objective(nn.Module):
     """Heads, and how far they are from what they should say.
 
-    Logits exist for some positions at a time and are computed again for the gradients, so memory does not grow with the
-    vocabulary times the batch. Products are in the dtype of the hidden states, sums and logarithms in fp32.
+    Logits exist for some positions at a time, and their gradients are taken while they do: memory does not grow with
+    the vocabulary times the batch, and nothing is computed twice. Products are in the dtype of the hidden states, sums
+    and logarithms in fp32.
 
     Args:
         heads: in fp32.
@@ -51,20 +51,17 @@ class Objective(nn.Module):
         """`[R, H]` and `[R, num_heads]`, as in `Examples`."""
         with _products_in(hidden):
             features = self.heads.features(hidden)
-            sums = [
-                checkpoint(self._part, part, wanted, use_reentrant=False, preserve_rng_state=False)
-                for part, wanted in zip(features.split(self._rows), targets.split(self._rows), strict=True)
-            ]
+            losses, hits = _SummedLoss.apply(features, self.heads.projections, targets, self)
         counts = (targets != NO_TARGET).sum(0).clamp(min=1)
-        losses, hits = (torch.stack(one).sum(0) / counts for one in zip(*sums, strict=True))
-        return Outcome(losses, hits)
+        return Outcome(losses / counts, hits / counts)
 
-    def _part(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over positions, `[num_heads]`: cross entropy, and right guesses."""
-        logits = self.heads.project(features, self._project).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none")
-        hits = logits.detach().argmax(-1) == targets
-        return losses.view(targets.shape).sum(0), hits.sum(0).float()
+    def logits(self, features: Tensor) -> Tensor:
+        """`[R, num_heads, H]` to `[R, num_heads, V]`."""
+        return self.heads.project(features, self._project)
+
+    def parts(self, rows: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and targets of as many positions at a time as may have logits."""
+        return zip(rows.split(self._rows), targets.split(self._rows), strict=True)
 
     @torch.no_grad()
     def rank_accuracies(self, examples: Examples) -> list[list[float]]:
@@ -76,14 +73,55 @@ class Objective(nn.Module):
         device = examples.targets.device
         hits = torch.zeros(self.heads.num_heads, ranks, device=device)
         counts = torch.zeros(self.heads.num_heads, 1, device=device)
-        for hidden, targets in zip(examples.hidden.split(self._rows), examples.targets.split(self._rows), strict=True):
+        for hidden, targets in self.parts(examples.hidden, examples.targets):
             with _products_in(hidden):
-                logits = self.heads(hidden.to(device), self._project)
+                logits = self.logits(self.heads.features(hidden.to(device)))
             wanted = targets.unsqueeze(-1)
             hits += (logits.topk(ranks, dim=-1).indices == wanted).sum(0)
             counts += (wanted != NO_TARGET).sum(0)
         found: list[list[float]] = (hits / counts.clamp(min=1)).tolist()
         return found
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sums over positions, each `[num_heads]`: cross entropy, and right guesses.
+
+    A head's loss depends on its own features and projection alone. So what the forward takes, the gradients of the sum
+    over heads, holds those of each head's loss, and the backward only weighs them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, projections: Tensor | None, targets: Tensor, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """`[R, num_heads, H]`, the heads' own `[num_heads, V, H]` or None, `[R, num_heads]`."""
+        own = [] if projections is None else [projections]
+        losses = torch.zeros(targets.shape[1], device=targets.device)
+        hits, of_features, of_own = torch.zeros_like(losses), [], [torch.zeros_like(each) for each in own]
+        for part, wanted in objective.parts(features.detach(), targets):
+            known = wanted != NO_TARGET
+            with torch.enable_grad():
+                part.requires_grad_()
+                logits = objective.logits(part * known.unsqueeze(-1))  # so no gradient comes from the others
+            probabilities = logits.detach().softmax(-1, dtype=torch.float32)
+            places = wanted.clamp(min=0).unsqueeze(-1)
+            likelihood = probabilities.gather(-1, places).squeeze(-1).clamp(min=torch.finfo(torch.float32).tiny)
+            losses -= (likelihood.log() * known).sum(0)
+            hits += (logits.detach().argmax(-1) == wanted).sum(0)
+            probabilities.scatter_add_(-1, places, torch.full_like(places, -1, dtype=torch.float32))
+            taken = torch.autograd.grad(logits, [part, *own], probabilities.to(logits.dtype))
+            of_features.append(taken[0])
+            for total, gradient in zip(of_own, taken[1:], strict=True):
+                total += gradient
+        ctx.save_for_backward(torch.cat(of_features), *of_own)
+        ctx.mark_non_differentiable(hits)
+        return losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, of_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        of_features, *of_own = ctx.saved_tensors
+        weighed = of_features * of_losses.to(of_features.dtype).unsqueeze(-1)
+        return weighed, (of_own[0] * of_losses[:, None, None] if of_own else None), None, None
 
 
 def _products_in(hidden: Tensor) -> torch.autocast:
