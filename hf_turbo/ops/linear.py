@@ -7,7 +7,7 @@ launch costs as much as a small linear. A norm before is not: every program woul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from .attention_config import ceil_div, device_facts, next_power_of_2
 from .launch import Launcher
 from .linear_config import MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
 from .linear_kernels import add_splits_kernel, dot_kernel, expert_kernel, gemv_kernel
+from .linear_rows import LAST_FIRST, linear_rows_kernel
 
 #: Outputs a program of the kernel that adds the splits.
 MERGE_BLOCK = 256
@@ -23,6 +24,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 _launch_gemv = Launcher(gemv_kernel)
 _launch_dot = Launcher(dot_kernel)
+_launch_rows = Launcher(linear_rows_kernel)
 _launch_add_splits = Launcher(add_splits_kernel)
 _launch_expert = Launcher(expert_kernel)
 
@@ -145,6 +147,26 @@ def _run_dot(o: _Operands) -> None:
         )  # fmt: skip
 
 
+def _run_rows(o: _Operands) -> None:
+    config = o.config
+    padded = max(8 if config.weights_first else 16, next_power_of_2(o.rows))
+    constants = (
+        o.k, *o.epilogue, padded, config.block_n, config.num_warps, config.weights_first, LAST_FIRST,
+        config.pdl,
+    )  # fmt: skip
+    _launch_rows(
+        (o.key, constants), (o.tiles(config.block_n), 1, 1),
+        o.x, *o.weights, *o.biases, o.residual, o.out, o.rows, *o.bounds, *o.strides, *constants,
+        num_warps=config.num_warps, num_stages=1, launch_pdl=config.pdl, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _choose_run(config: LinearConfig) -> Callable[[_Operands], None]:
+    if config.direct:
+        return _run_rows
+    return _run_dot if config.dot else _run_gemv
+
+
 def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -188,9 +210,11 @@ def linear(
     if config is None:
         features = sizes[0] if gated else sum(sizes)
         config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device))
+    elif config.direct and x.dtype == torch.float32:
+        raise ValueError("a direct configuration takes fp16 and bf16: fp32 would be multiplied as tf32")
     operands = _Operands(x, weights, biases, residual, activation, out, config)
     with torch.cuda.device_of(x):
-        (_run_dot if config.dot else _run_gemv)(operands)
+        _choose_run(config)(operands)
     return out
 
 

@@ -7,12 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from .attention_config import DeviceFacts, next_power_of_2
+from .attention_config import DeviceFacts, ceil_div, next_power_of_2
 
 #: The most rows of x that the kernels take.
 MAX_ROWS = 64
 #: The most rows that are multiplied on the CUDA cores.
 MAX_GEMV_ROWS = 2
+#: The most rows and columns of x that the warps of a program hold in registers beside their weights.
+MAX_DIRECT_ROWS, MAX_DIRECT_COLUMNS = 32, 2048
 
 _MEASURED_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -29,6 +31,9 @@ class LinearConfig:
         split_k: programs that share the columns of one tile; a second kernel adds their sums in order (dot only).
         prefetch: columns whose weights a program asks the L2 cache for before it waits for x (dot with pdl only).
         pdl: start while the kernel before is still running (compute capability 9.0 and above).
+        direct: every warp loads a share of the columns of its own straight into registers, all at once; `block_k`,
+            `num_stages`, `split_k` and `prefetch` mean nothing then (dot only, not of fp32).
+        weights_first: the product is [features, rows], `block_n` from 16 on, not [rows, features], from 8 on (direct).
     """
 
     block_n: int
@@ -39,6 +44,8 @@ class LinearConfig:
     split_k: int = 1
     prefetch: int = 0
     pdl: bool = False
+    direct: bool = False
+    weights_first: bool = True
 
 
 @lru_cache(maxsize=4096)
@@ -52,6 +59,8 @@ def choose_config(
     pdl = facts.capability >= 90
     if rows <= MAX_GEMV_ROWS:
         config = _gemv_config(rows, features, k, gated, dtype)
+    elif _fits_registers(rows, k, dtype) and _is_one_wave(_direct_config(rows, k), features, facts):
+        config = _direct_config(rows, k)
     else:
         config = _dot_config(rows, features, k, gated, dtype, facts)
     return replace(config, pdl=pdl)
@@ -89,6 +98,26 @@ def _for_dtype(config: LinearConfig, dtype: torch.dtype) -> LinearConfig:
     return replace(config, block_k=config.block_k * 2 // dtype.itemsize)
 
 
+def _fits_registers(rows: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether a direct configuration takes them; columns in eights are loads of 16 bytes."""
+    return rows <= MAX_DIRECT_ROWS and k <= MAX_DIRECT_COLUMNS and k % 8 == 0 and dtype in _MEASURED_DTYPES
+
+
+def _direct_config(rows: int, k: int) -> LinearConfig:
+    """At most 256 columns a warp: with 32 rows of x, and 8 of gate and of up, that is 192 of 255 registers."""
+    num_warps = 4 if k <= 1024 else 8
+    few = rows <= 8
+    return LinearConfig(16 if few else 8, 32, num_warps, dot=True, direct=True, weights_first=few)
+
+
+def _is_one_wave(config: LinearConfig, features: int, facts: DeviceFacts) -> bool:
+    """Whether all programs run at once. The registers of a multiprocessor are those of 8 such warps.
+
+    A second wave would wait for memory a second time; the tile kernels load the next step's weights meanwhile.
+    """
+    return ceil_div(features, config.block_n) <= facts.num_sms * (8 // config.num_warps)
+
+
 def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
     if dtype == torch.float32:
         # Dots on the CUDA cores hold their operands in registers.
@@ -99,7 +128,7 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
         if rows <= 8:
             config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=3)
         else:
-            config = LinearConfig(block_n=64, block_k=128, num_warps=8, num_stages=4)
+            config = LinearConfig(block_n=64, block_k=128, num_warps=8 if rows <= 32 else 4, num_stages=4)
     elif features > 8192:
         if rows <= 32:
             config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)

@@ -216,12 +216,26 @@ def test_the_table_fits_the_device(facts, dtype, features, k, gated):
         assert config.dot == (rows > 2) and config.pdl == (facts.capability >= 90)
         for size in (config.block_n, config.block_k, config.num_warps):
             assert is_power_of_2(size)
-        if config.dot:
+        if config.direct:
+            check_direct_config(config, rows, features, k, gated, dtype, facts)
+        elif config.dot:
             check_dot_config(config, rows, gated, dtype, facts)
         else:
             # Every thread loads whole pieces of 16 bytes of a row.
             assert config.block_k * dtype.itemsize % (16 * 32 * config.num_warps) == 0
             assert config.split_k == 1 and config.prefetch == 0
+
+
+def check_direct_config(config, rows, features, k, gated, dtype, facts):
+    """All of a warp's numbers fit into its registers, and all warps into those of the device."""
+    assert dtype != torch.float32
+    tile_rows = max(8 if config.weights_first else 16, next(padded for padded in (8, 16, 32) if padded >= rows))
+    columns = -(-k // (32 * config.num_warps)) * 32
+    registers = (tile_rows + config.block_n * (2 if gated else 1)) * columns * dtype.itemsize // (4 * 32)
+    assert registers <= 192  # 226 in all, as compiled for 32 rows
+    programs = -(-features // config.block_n)
+    assert programs * config.num_warps * 32 * 256 <= facts.num_sms * 65536
+    assert config.block_n >= (16 if config.weights_first else 8)
 
 
 def check_dot_config(config, rows, gated, dtype, facts):
@@ -233,6 +247,16 @@ def check_dot_config(config, rows, gated, dtype, facts):
     assert config.num_stages * tile_rows * config.block_k * dtype.itemsize <= facts.shared_memory
     lines, rest = divmod(config.prefetch * dtype.itemsize, 128)
     assert rest == 0 and (lines == 0 or is_power_of_2(lines))
+
+
+@pytest.mark.parametrize("features, k, gated", [(960, 576, False), (1536, 576, True), (576, 1536, False)])
+def test_short_linears_go_straight_into_registers(features, k, gated):
+    choices = [choose_config(rows, features, k, gated, torch.float16, H200) for rows in (2, 3, 8, 9, 32, 33)]
+    assert [config.direct for config in choices] == [False, True, True, True, True, False]
+    assert [config.weights_first for config in choices[1:5]] == [True, True, False, False]
+    assert not choose_config(8, features, k, gated, torch.float32, H200).direct
+    assert not choose_config(8, features, k + 1, gated, torch.float16, H200).direct
+    assert not choose_config(8, 8192, k, gated, torch.float16, H200).direct
 
 
 @pytest.mark.parametrize("stages, shared_memory", [(3, 232448), (3, 110592), (2, 110591), (2, 65536)])

@@ -1,0 +1,149 @@
+"""The Triton kernel for linears of a few rows: every warp by itself, straight from memory to the tensor cores.
+
+Each warp of a program takes its own share of the columns, so all of a short row is on its way at once, nothing goes
+through shared memory on the way, and the sums meet once, at the end. What a tensor core multiplies in one go may come
+in any order of columns, if weights and x have the same: an order in which a thread's numbers are next to each other in
+memory. The weights are asked for before the kernel before has ended.
+"""
+
+# A Triton kernel's parameters have no types that Python could check.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .int4_kernels import thread_index
+from .linear_kernels import finish, load_bias, pick_weight
+
+#: Which of several dimensions Triton gives to threads first: the last, or the first, as it did up to 3.6.
+LAST_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
+
+# Signatures are laid out by kind of argument: weights, biases, other tensors, sizes, strides, constants.
+# fmt: off
+
+
+@triton.jit
+def _load_slices(
+    row_ptrs, row_inside, column, SHARES: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr, LAST_FIRST: tl.constexpr,
+):
+    """All columns in slices of 32 a share, each [4 threads, 8 rows, SHARES, rows / 8, 8 columns]; zeros outside.
+
+    The shares' slices alternate. `row_inside` is None where all rows are.
+    """
+    WIDTH: tl.constexpr = SHARES * 32
+    slices = ()
+    for s in tl.static_range((K + WIDTH - 1) // WIDTH):
+        ptrs = row_ptrs + (column + s * WIDTH)
+        if (s + 1) * WIDTH > K:
+            inside = column + s * WIDTH < K
+            if row_inside is not None:
+                inside = inside & row_inside
+            part = tl.load(ptrs, mask=inside, other=0.0, eviction_policy=POLICY)
+        elif row_inside is not None:
+            part = tl.load(ptrs, mask=row_inside, other=0.0, eviction_policy=POLICY)
+        else:
+            part = tl.load(ptrs, eviction_policy=POLICY)
+        if LAST_FIRST:
+            part = tl.permute(part, (3, 2, 1, 0, 4))
+        slices = slices + (part,)  # noqa: RUF005
+    return slices
+
+
+@triton.jit
+def _rows_first(part):
+    """A slice as [SHARES, rows, 32]."""
+    SHARES: tl.constexpr = part.shape[2]
+    ROWS: tl.constexpr = part.shape[3] * 8
+    part = tl.reshape(part, (4, 8, SHARES, ROWS // 8, 2, 2, 2))
+    return tl.reshape(tl.permute(part, (2, 3, 1, 4, 5, 0, 6)), (SHARES, ROWS, 32))
+
+
+@triton.jit
+def _columns_first(part):
+    """A slice as [SHARES, 32, rows], its columns in the same order as those of `_rows_first`."""
+    SHARES: tl.constexpr = part.shape[2]
+    ROWS: tl.constexpr = part.shape[3] * 8
+    part = tl.reshape(part, (4, 8, SHARES, ROWS // 8, 2, 2, 2))
+    return tl.reshape(tl.permute(part, (2, 4, 5, 0, 6, 3, 1)), (SHARES, 32, ROWS))
+
+
+@triton.jit
+def _add_slices(acc, weights, xs, WEIGHTS_FIRST: tl.constexpr):
+    for s in tl.static_range(len(weights)):
+        if WEIGHTS_FIRST:
+            acc = tl.dot(_rows_first(weights[s]), _columns_first(xs[s]), acc)
+        else:
+            acc = tl.dot(_rows_first(xs[s]), _columns_first(weights[s]), acc)
+    return acc
+
+
+# Nothing is gained by compiling for sizes that only bound rows.
+@triton.jit(do_not_specialize=["num_rows", "n_0", "n_1", "n_2", "bias_n_0", "bias_n_1", "bias_n_2"])
+def linear_rows_kernel(
+    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, residual_ptr, out_ptr,
+    num_rows, n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2,
+    stride_x, stride_w, stride_res, stride_out,
+    K: tl.constexpr, NUM_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr, LAST_FIRST: tl.constexpr, PDL: tl.constexpr,
+):
+    """One program: BLOCK_N output features (of gate and up when gated), all rows of x, a share of the columns a warp.
+
+    Features come in sixteens and rows in eights with WEIGHTS_FIRST, the other way round without.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    GATED: tl.constexpr = ACTIVATION is not None
+    tile, w_ptr, bias_ptr, size, bias_size, column = pick_weight(
+        tl.program_id(0), w_0, w_1, w_2, b_0, b_1, b_2, n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2,
+        BLOCK_N, 1 if GATED else NUM_WEIGHTS,
+    )
+    first_row = tile * BLOCK_N
+    k = thread_index(4, 0, LAST_FIRST) * 8 + thread_index(SHARES, 2, LAST_FIRST) * 32
+    k = k[:, :, :, :, None] + tl.arange(0, 8)[None, None, None, None, :]
+    n = first_row + thread_index(8, 1, LAST_FIRST) + thread_index(BLOCK_N // 8, 3, LAST_FIRST) * 8
+    w_offset = (tl.minimum(n, size - 1).to(tl.int64) * stride_w)[:, :, :, :, None]
+    w_rows = w_ptr + w_offset
+    up_rows = w_1 + w_offset
+    m = thread_index(8, 1, LAST_FIRST) + thread_index(ROWS // 8, 3, LAST_FIRST) * 8
+    x_rows = x_ptr + (m * stride_x)[:, :, :, :, None]
+    x_inside = (m < num_rows)[:, :, :, :, None]
+
+    weights = _load_slices(w_rows, None, k, SHARES, K, "evict_first", LAST_FIRST)
+    ups = weights
+    if GATED:
+        ups = _load_slices(up_rows, None, k, SHARES, K, "evict_first", LAST_FIRST)
+    n_out, m_out = first_row + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    if WEIGHTS_FIRST:
+        n_out, m_out = n_out[:, None], m_out[None, :]
+        acc = tl.zeros([SHARES, BLOCK_N, ROWS], tl.float32)
+    else:
+        n_out, m_out = n_out[None, :], m_out[:, None]
+        acc = tl.zeros([SHARES, ROWS, BLOCK_N], tl.float32)
+    mask = (n_out < size) & (m_out < num_rows)
+    bias = load_bias(bias_ptr, n_out, bias_size, HAS_BIAS)
+    up_bias = load_bias(b_1, n_out, bias_n_1, HAS_BIAS and GATED)
+    if PDL:
+        gdc_wait()
+    xs = _load_slices(x_rows, x_inside, k, SHARES, K, "evict_last", LAST_FIRST)
+    # What the end of the program needs is read now: there, nothing would hide the wait for it.
+    residual = 0.0
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + m_out * stride_res + n_out, mask=mask, other=0.0)
+    # All loads are sent before the first product: within one block of code, the assembler would put each load next to
+    # its use, to save registers.
+    tl.debug_barrier()
+    up_acc = acc
+    if num_rows > 0:  # always
+        acc = _add_slices(acc, weights, xs, WEIGHTS_FIRST)
+        if GATED:
+            up_acc = _add_slices(up_acc, ups, xs, WEIGHTS_FIRST)
+    finish(
+        tl.sum(acc, 0), tl.sum(up_acc, 0) if GATED else 0.0, bias, up_bias, residual,
+        out_ptr + column + m_out * stride_out + n_out, mask, HAS_RESIDUAL, ACTIVATION,
+    )
+
+# fmt: on

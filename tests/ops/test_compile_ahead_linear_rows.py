@@ -1,0 +1,107 @@
+"""Compiles linears whose warps load straight into registers, for GPUs that need not be there, and reads the assembly.
+
+Run as a script, this file is the subprocess that compiles.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import test_compile_ahead as ahead
+
+# Name -> (rows, sizes, columns, activation, dtype), in the table's configuration; a residual where nothing else is.
+CASES = {
+    "qkv-4": (4, (576, 192, 192), 576, None, "bfloat16"),
+    "down-8": (8, (576,), 1536, None, "bfloat16"),
+    "gate-up-16": (16, (1536, 1536), 576, "silu", "bfloat16"),
+    "most-weights": (8, (1536, 1536), 1024, "silu", "bfloat16"),
+    "most-rows": (32, (768, 768), 2048, "silu", "float16"),
+}
+
+
+def choose(capability, rows, sizes, k, activation, dtype):
+    import torch
+
+    from hf_turbo.ops.attention_config import DeviceFacts
+    from hf_turbo.ops.linear_config import choose_config
+
+    num_sms, shared_memory = ahead.DEVICES[capability]
+    features = sizes[0] if activation else sum(sizes)
+    facts = DeviceFacts(num_sms, capability, shared_memory)
+    return choose_config(rows, features, k, activation is not None, getattr(torch, dtype), facts)
+
+
+def compile_case(capability, rows, sizes, k, activation, dtype):
+    import torch
+
+    from hf_turbo.ops import linear
+
+    dtype = getattr(torch, dtype)
+    with ahead.recorded(capability, linear) as compiled, torch.device("meta"):
+        linear.linear(
+            torch.empty(rows, k, dtype=dtype),
+            [torch.empty(size, k, dtype=dtype) for size in sizes],
+            residual=torch.empty(rows, *sizes, dtype=dtype) if len(sizes) == 1 else None,
+            activation=activation,
+        )
+    (kernel,) = compiled
+    return ahead.kernel_facts(kernel) | {"assembly": opcodes(kernel.asm["cubin"])}
+
+
+def opcodes(cubin):
+    """Those of loads, products and exchanges, in their order."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-sass", file.name]
+        path = os.pathsep.join([str(tools), os.environ["PATH"]])  # it calls nvdisasm
+        text = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
+    return re.findall(r"\b(LDG\.E\S*128|HMMA|LDS|LDSM|STS|STSM|SHFL)\b", text)
+
+
+def compile_all(capability):
+    """Compiles the cases in a subprocess; name -> facts of its kernel, or the error."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    result = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), ahead.NEWEST])
+def test_all_loads_are_sent_before_the_first_product(capability):
+    for name, facts in compile_all(capability).items():
+        assert isinstance(facts, dict), facts
+        assert facts["name"] == "linear_rows_kernel"
+        assert facts["stack"] <= ahead.STACK_BYTES, (name, facts)
+        assert facts["waits"] == (capability >= 90), (name, facts)
+        assembly = facts["assembly"]
+        first = assembly.index("HMMA")
+        rows, _, k, activation, _ = CASES[name]
+        config = choose(capability, *CASES[name])
+        slices = -(-k // (32 * config.num_warps))
+        gated = 1 if activation is None else 2
+        padded = max(8 if config.weights_first else 16, 1 << (rows - 1).bit_length())
+        assert len(assembly[:first]) == slices * (config.block_n * gated + padded) // 8, (name, assembly)
+        assert all(code.startswith("LDG") for code in assembly[:first]), (name, assembly)
+        last = len(assembly) - assembly[::-1].index("HMMA")
+        assert set(assembly[first:last]) == {"HMMA"}, (name, assembly)
+
+
+if __name__ == "__main__":
+    results = {}
+    for case_name, case in CASES.items():
+        try:
+            results[case_name] = compile_case(int(sys.argv[1]), *case)
+        except Exception as error:  # reported as that case's failure
+            results[case_name] = repr(error)
+    print(json.dumps(results))
