@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..ops.metadata import AttentionMetadata, TreeNodes
+from ..ops.metadata import AttentionMetadata, TreeNodes, new_arrivals
 from ..ops.transfer import to_device
 from .block_table import BlockTable
 from .token_tree import TokenTree
@@ -42,6 +42,7 @@ class RowLayout:
             and one column; None: it verifies none.
         packed: how many tokens each row brings to the next forward, whose batch is either one row of all those tokens
             or a row for each; None: the rows of the batch are the cache's.
+        wanted: of these, the tokens that logits are asked for of; a captured step gives no others.
     """
 
     padding: list[int] = field(default_factory=list)
@@ -51,6 +52,7 @@ class RowLayout:
     only_ones_follow: bool = False
     tree: TokenTree | None = None
     packed: list[int] | None = None
+    wanted: list[int] = field(default_factory=list)
 
     def next_lengths(self, num_columns: int) -> list[int]:
         """Tokens of each row with those that the next forward brings to so many columns."""
@@ -276,6 +278,8 @@ def make_packed_plan(
     copies = table.grow(old_lens, new_lens, keep_from)
     rows = [row for row, n in enumerate(q_lens) if n]
     full = _metadata(table, old_lens, new_lens, device, rows)
+    if device.type == "cuda":
+        full.arrivals = new_arrivals(device)
     columns = sum(q_lens) // num_rows
     return ForwardPlan(start, num_rows, columns, full, full, None, dense=False, unsuited=PackedUnsuited), copies
 

@@ -35,6 +35,7 @@ class StepGroup:
         max_seqlen_q: queries of a sequence at most.
         tree: the shape of the drafts that the step verifies; another with as many nodes may be loaded later. None:
             each row has one token.
+        arrivals: as of `AttentionMetadata`; a captured step's groups follow each other and share them.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class StepGroup:
         num_rows: int,
         max_seqlen_q: int,
         tree: TokenTree | None = None,
+        arrivals: torch.Tensor | None = None,
     ) -> None:
         num_seqs = len(seq_lens)
         self.blocks = blocks
@@ -66,6 +68,7 @@ class StepGroup:
             sliding_window=blocks.sliding_window,
             code_tables=self.code_tables,
             tree=self._nodes,
+            arrivals=arrivals,
         )
         self.plan = ForwardPlan(0, num_rows, 1, metadata, metadata, keep_last=None, dense=False)
 

@@ -8,6 +8,7 @@ the norm after them takes the residual's sum with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -183,6 +184,29 @@ def multiply(x: torch.Tensor, product: Product) -> torch.Tensor:
     if isinstance(product.weight, PackedWeight):
         return dispatch.int4_linear(x, [product.weight], [product.bias])
     return F.linear(x, product.weight, product.bias)
+
+
+#: What treats each number by itself, whatever stands beside it.
+_POINTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten._to_copy.default)
+
+
+def pick_rows(mode: DeferredMode, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`x[rows]` of logits `[batch, 1, vocabulary]`: the head then multiplies these rows only, where it is waiting.
+
+    Args:
+        rows: int64 `[picked]`.
+    """
+    product = match_product(x)
+    if product is not None and len(product.left) == len(x):
+        picked = replace(product, left=mode.tensor(product.left).index_select(0, rows))
+        out = _launch(mode, [picked]) if _serves(mode, [picked]) else multiply(picked.left, picked)
+        return out.view(len(rows), *x.shape[1:])
+    waiting = pending(x, *_POINTWISE)
+    if waiting is not None and waiting.meta.shape == x.shape:  # a soft cap, say
+        first, *others = waiting.args
+        if isinstance(first, Deferred) and not any(isinstance(other, torch.Tensor) for other in others):
+            return waiting.func(pick_rows(mode, first, rows), *others, **waiting.kwargs)
+    return mode.tensor(x).index_select(0, rows)
 
 
 def _takes_residual(mode: DeferredMode, total: Value) -> bool:

@@ -26,8 +26,9 @@ from .fusion import STEP_RULES
 from .model_state import ModelState, is_watched, why_not_captured
 from .step_graph import Follower, Forward, StepGraph, StepInputs
 
-#: Graphs of one model at most; the one that was not used for longest goes.
-MAX_GRAPHS = 16
+#: Graphs of one model at most; the one that was not used for longest goes. Requests that come and go need one for each
+#: of 21 numbers of rows, and one for each of 14 sizes of a step with prompts.
+MAX_GRAPHS = 48
 #: A model that changed so often, each time before so many replays, is not captured any more.
 _MAX_WASTED, _FEW_REPLAYS = 4, 8
 
@@ -74,6 +75,11 @@ class StepGraphs:
 
     def __reduce__(self) -> tuple[type[StepGraphs], tuple[Owner]]:
         return StepGraphs, (self._owner,)  # a copy of the model captures its own
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether steps of the model, as it was last, can't be captured."""
+        return self._refusal is not None or self._num_wasted >= _MAX_WASTED
 
     @property
     def num_graphs(self) -> int:

@@ -23,6 +23,8 @@ from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..ops.attention_config import next_power_of_2
 from ..ops.deferred import DeferredMode, Rule
+from ..ops.metadata import new_arrivals
+from .fusion import pick_rows
 from .head_input import HeadInput
 from .model_state import settings
 from .recording import record
@@ -33,12 +35,15 @@ Follower = Callable[["StepGraph"], torch.Tensor]
 #: Block tables, int32 `[rows, columns]`, by sliding window.
 Tables = dict[int | None, torch.Tensor]
 
-#: Rows of a step at most that verifies drafts, or whose rows of the cache bring different numbers of tokens.
-MAX_ROWS = 512
-#: Steps of the latter kind have a multiple of so many rows, and room for one of these numbers of sequences: few graphs,
-#: and rows that are not used cost more than sequences that are not.
-_PACKED_ROWS = 64
+#: Rows of a step at most that verifies drafts, and of one whose rows of the cache bring different numbers of tokens.
+MAX_ROWS, MAX_PACKED_ROWS = 512, 2048
+#: Steps of the latter kind have, up to a number of rows, a multiple of so many, and room for one of these numbers of
+#: sequences: few graphs, and rows that are not used cost more than sequences that are not.
+_PACKED_ROWS = ((512, 64), (MAX_PACKED_ROWS, 256))
 _PACKED_SEQS = (16, 64, 256)
+
+#: From so many rows on their lengths are taken for uneven, as those of many requests are.
+_UNEVEN_ROWS = 16
 
 #: Options that ask for what a graph's output does not hold.
 _SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_router_logits"})
@@ -63,6 +68,7 @@ class StepInputs:
         tree: the shape of the drafts that it verifies, a row for each node; None: it verifies none.
         watched: what the model's head is given is asked for, too.
         packed: how many tokens each row of the cache brings, a row of the batch for each; None: one a row of the cache.
+        wanted: of these the rows of the batch that logits are asked for of, at most one for each of the cache's.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -71,6 +77,7 @@ class StepInputs:
     tree: TokenTree | None = None
     watched: bool = False
     packed: tuple[int, ...] | None = None
+    wanted: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> StepInputs | None:
@@ -94,7 +101,8 @@ class StepInputs:
             return cls(tensors, by_name, len(ids))
         layout = cache.layout
         packed = None if layout.packed is None else tuple(layout.packed)
-        return cls(tensors, by_name, len(ids), layout.tree, cache.head_input is not None, packed)
+        wanted = tuple(layout.wanted)
+        return cls(tensors, by_name, len(ids), layout.tree, cache.head_input is not None, packed, wanted)
 
     @property
     def num_nodes(self) -> int:
@@ -107,7 +115,7 @@ class StepInputs:
         if self.packed is not None:
             bucket = next((n for n in _PACKED_SEQS if n >= len(self.packed)), None)
             # One more takes the rows of the batch that are not used.
-            return None if bucket is None or self.num_rows > MAX_ROWS else bucket + 1
+            return None if bucket is None or self.num_rows > MAX_PACKED_ROWS else bucket + 1
         bucket = bucket_of(self.num_rows // self.num_nodes)
         if bucket is not None and self.tree is not None:
             bucket = next_power_of_2(bucket)  # rows leave as they end: few graphs for all numbers of them
@@ -117,7 +125,8 @@ class StepInputs:
     def padded_rows(self) -> int:
         """The batch's rows of such a graph."""
         if self.packed is not None:
-            return -(-self.num_rows // _PACKED_ROWS) * _PACKED_ROWS
+            step = next((step for limit, step in _PACKED_ROWS if limit >= self.num_rows), 1)
+            return -(-self.num_rows // step) * step
         return (self.num_seqs or 0) * self.num_nodes
 
     @property
@@ -178,12 +187,16 @@ class StepGraph:
         self.turn = 0
         self.cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * self.num_nodes
         max_seqlen_q = self.num_nodes if inputs.packed is None else self.num_rows
+        is_uneven = inputs.packed is not None or (inputs.tree is None and num_seqs >= _UNEVEN_ROWS)
+        arrivals = new_arrivals(self.device) if is_uneven else None
+        shared = self.seq_lens, self.cu_seqlens_q, self.num_rows, max_seqlen_q, inputs.tree, arrivals
         self.groups = {
-            window: StepGroup(
-                pool.group(window), columns, self.seq_lens, self.cu_seqlens_q, self.num_rows, max_seqlen_q, inputs.tree
-            )
-            for window, columns in num_columns.items()
+            window: StepGroup(pool.group(window), columns, *shared) for window, columns in num_columns.items()
         }
+        #: The rows that logits are asked for of; None: all.
+        self.wanted: torch.Tensor | None = None
+        if inputs.packed is not None:
+            self.wanted = torch.zeros(num_seqs - 1, dtype=torch.int64, device=self.device)
         self.cache = StepCache(self.groups, sliding_windows)
         self.rules = rules
         self.output: ModelOutput | None = None
@@ -221,6 +234,8 @@ class StepGraph:
             ends = [*itertools.accumulate(inputs.packed, initial=0)]
             ends += [ends[-1]] * (len(self.seq_lens) - len(ends)) + [self.num_rows]
             self.cu_seqlens_q.copy_(torch.tensor(ends, dtype=torch.int32), non_blocking=True)
+        if self.wanted is not None and inputs.wanted:
+            self.wanted[: len(inputs.wanted)].copy_(torch.tensor(inputs.wanted), non_blocking=True)
         if lengths is None:
             lens = cache.layout.next_lengths(cache.num_columns)
             lens += [0] * (len(self.seq_lens) - len(lens))
@@ -261,7 +276,8 @@ class StepGraph:
             raise StepUnsuited(f"the forward returns a {type(output).__name__}")
         for name, x in output.items():
             if isinstance(x, torch.Tensor):
-                output[name] = mode.tensor(x)
+                picks = name == "logits" and self.wanted is not None
+                output[name] = pick_rows(mode, x, self.wanted) if picks else mode.tensor(x)  # type: ignore[arg-type]
             elif x is not self.cache:
                 raise StepUnsuited(f"the forward's output has a {name} of type {type(x).__name__}")
         if watch is not None:
@@ -339,7 +355,9 @@ class StepGraph:
         """A copy of an output for the caller, with its own cache in it."""
         values: dict[str, Any] = {}
         for name, x in output.items():
-            if isinstance(x, torch.Tensor):
+            if name == "logits" and self.wanted is not None:
+                values[name] = x[: len(cache.layout.wanted)].clone()
+            elif isinstance(x, torch.Tensor):
                 values[name] = (x[:num_rows] if x.dim() and len(x) == self.num_rows else x).clone()
             else:
                 values[name] = cache

@@ -18,8 +18,14 @@ MAX_DRAFTED = 64
 DRAFT_BLOCK_M = 16
 DRAFT_SPLITS = 8
 
-#: A split of fewer keys would cost more to merge than it saves.
+#: A split of fewer keys would cost more to merge than it saves; of small heads, fewer than four times as many.
 MIN_KEYS_PER_SPLIT = 128
+SMALL_HEAD = 64
+
+#: Where programs share out the keys of all sequences: splits of a sequence at most, and tokens times splits (32 heads
+#: of 128 take 32 MB then).
+MAX_SHARED_SPLITS = 16
+MAX_PARTIALS = 2048
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -104,19 +110,23 @@ def choose_config(
         # Bound by memory: tiles of about 32 KB, two in flight, masks for free. Three such programs fit on a
         # multiprocessor; a few more would be a second wave that is mostly idle, so those get half the tile.
         crowded = rows <= 16 and num_programs > 3 * facts.num_sms
+        tile = max(32, min(128, 8192 // dim) // (2 if crowded else 1))
+        if max_seqlen_q > 1:  # with 8 splits what counts is how long a program takes: 6.1 us for 8 nodes, not 7.4
+            tile = SMALL_HEAD if dim <= SMALL_HEAD else max(tile, 16384 // dim)
+        elif dim <= SMALL_HEAD and num_programs <= facts.num_sms // 4:
+            tile = SMALL_HEAD  # one row of SmolLM2: 3.7 us a layer for 5.2
         config = AttentionConfig(
             # One token's heads stay together: they read their keys once. Tokens of a draft find them in the cache.
             block_m=max(16, next_power_of_2(rows)) if max_seqlen_q == 1 else DRAFT_BLOCK_M,
-            tile=max(32, min(128, 8192 // dim) // (2 if crowded else 1)),
+            tile=tile,
             num_warps=2 if crowded else 4,
             num_stages=3,
-            peel=is_tree,  # the masks of a tree take longer than reading a tile
             pdl=facts.capability >= 90,
         )
     elif is_tree and dim <= 128:
         # A few sequences: smaller row tiles than a prompt's, for more programs. They find the keys in the cache.
         tile = 64 if hopper else 32
-        config = AttentionConfig(64, tile, num_warps=4, num_stages=3, peel=True, pdl=facts.capability >= 90)
+        config = AttentionConfig(64, tile, num_warps=4, num_stages=3, pdl=facts.capability >= 90)
     elif is_tree:
         pdl = facts.capability >= 90
         config = AttentionConfig(64, 32, num_warps=8, num_stages=3, peel=True, programs_per_sm=1, pdl=pdl)
@@ -140,13 +150,13 @@ def choose_config(
     return config
 
 
-def most_splits(num_keys: int, max_seqlen_q: int) -> int:
-    """Splits of so many keys at most.
+def most_splits(num_keys: int, max_seqlen_q: int, dim: int = 2 * SMALL_HEAD) -> int:
+    """Splits of so many keys at most, by the queries of a sequence and the size of a head.
 
     Few drafted tokens have many rows, each of which every split writes and the merge reads again: on an H200, 16 tokens
     over 512 take 8.4 us with 8 splits and 12.5 with the 33 that fill the device at longer texts.
     """
-    limit = ceil_div(num_keys, MIN_KEYS_PER_SPLIT)
+    limit = ceil_div(num_keys, MIN_KEYS_PER_SPLIT * (4 if dim <= SMALL_HEAD else 1))
     return min(limit, DRAFT_SPLITS) if 1 < max_seqlen_q <= MAX_DRAFTED else limit
 
 

@@ -190,7 +190,12 @@ class AttentionMetadata:
             otherwise only the last two (a prompt that attends to itself without the cache). The first is always there.
         tree: the queries are nodes of token trees, which see what it says and not all that is stored before them. Of a
             quantized cache, blocks of codes are full of committed tokens; all that hold nodes are wide.
+        arrivals: int32 zeros, where lengths, or numbers of queries, may differ much: programs then share out the keys
+            of all sequences evenly, count with these who has come, and leave zeros. As many as `MAX_ARRIVALS`: where a
+            kernel needs more, or the queries are nodes, it does without. Not for forwards that run at the same time.
     """
+
+    MAX_ARRIVALS: ClassVar[int] = 1 << 15
 
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
@@ -207,6 +212,7 @@ class AttentionMetadata:
     coded_rows: CodedRows | None = None
     holds_new: bool = True
     tree: TreeNodes | None = None
+    arrivals: torch.Tensor | None = None
     _elsewhere: dict[torch.device, AttentionMetadata] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -244,8 +250,13 @@ class AttentionMetadata:
         if self.seq_lens.device == device:
             return self
         if device not in self._elsewhere:
-            names = ("block_tables", "seq_lens", "cu_seqlens_q", "code_tables")
+            names = ("block_tables", "seq_lens", "cu_seqlens_q", "code_tables", "arrivals")
             tensors = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
             tree = None if self.tree is None else self.tree.on(device)
             self._elsewhere[device] = replace(self, _elsewhere={}, tree=tree, **tensors)
         return self._elsewhere[device]
+
+
+def new_arrivals(device: torch.device) -> torch.Tensor:
+    """Counters as `AttentionMetadata` takes them."""
+    return torch.zeros(AttentionMetadata.MAX_ARRIVALS, dtype=torch.int32, device=device)

@@ -3,6 +3,8 @@
 The rows of one tile are query tokens times the query heads of one KV head, so each key is read once for its
 whole group. A sequence's keys are split over programs when there are too few (sequence, KV head) pairs to
 fill the device; each split writes a normalized output and its log-sum-exp, and a second kernel merges them.
+Where lengths may differ much, programs share the keys of all sequences evenly instead (`work_items.py`), and
+the last one of a tile of rows merges.
 The grid depends on the batch, the heads and an upper bound of the lengths; everything else about length is
 read on the device, so a captured CUDA graph stays valid at every length.
 """
@@ -17,6 +19,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_config import (
+    MAX_PARTIALS,
+    MAX_SHARED_SPLITS,
     AttentionConfig,
     ceil_div,
     choose_config,
@@ -24,11 +28,13 @@ from .attention_config import (
     device_facts,
     most_splits,
 )
+from .attention_masks import seen_nodes, seen_positions
 from .block_ids import MAX_SEGMENTS
 from .launch import Launcher
-from .merge_splits import merge_splits, padded
+from .merge_splits import join_splits, merge_splits, padded, rows_positions, split_share
 from .metadata import AttentionMetadata, LayerKV
 from .store_kv import block_offset
+from .work_items import find_item, most_items, seqs_of_a_lookup
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
@@ -98,29 +104,6 @@ def _load_rows(
 
 
 @triton.jit
-def seen_positions(
-    position, live, q_position, first_node, node_mask, WINDOW: tl.constexpr, TREE: tl.constexpr,
-):
-    """Which positions rows see, `[rows, positions]`, of those that are live.
-
-    TREE: positions are slots; from `first_node` on those of a tree's nodes, seen by the bits of a row's `node_mask`.
-    """
-    if TREE:
-        node = position - first_node
-        is_node = node >= 0
-        bits = (node_mask[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
-        seen = (live & (is_node == 0))[None, :]
-        if WINDOW > 0:
-            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
-        seen = seen | ((live & is_node)[None, :] & (bits != 0))
-    else:
-        seen = live[None, :] & (position[None, :] <= q_position[:, None])
-        if WINDOW > 0:
-            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
-    return seen
-
-
-@triton.jit
 def _attend_tiles(
     acc, row_max, row_sum, q, q_position, first_node, node_mask, scale,
     tile, num_tiles, jump_at, jump, first_live, end_live,
@@ -149,7 +132,12 @@ def _attend_tiles(
             scores = soft_cap(scores * scale, SOFT_CAP * _LOG2E, q.dtype == tl.float32)
             factor = 1.0
         if MASKED:
-            seen = seen_positions(position, live, q_position, first_node, node_mask, WINDOW, TREE)
+            if TREE:
+                seen = seen_nodes(
+                    tile * TILE, q_position, first_node, node_mask, first_live, end_live, WINDOW, TILE
+                )
+            else:
+                seen = seen_positions(position, live, q_position, first_node, node_mask, WINDOW, TREE)
             scores = tl.where(seen, scores, float("-inf"))
 
         # The scale is positive, so it may wait until after the maximum and then fuse with the subtraction.
@@ -177,45 +165,64 @@ def _attend_tiles(
 
 # Nothing is gained by compiling for the alignment of what is read entry by entry.
 @triton.jit(
-    do_not_specialize=["num_splits", "stride_tb"],
+    do_not_specialize=["num_splits", "num_seqs", "stride_tb"],
     do_not_specialize_on_alignment=[
         "block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "sinks_ptr", "node_masks_ptr", "node_depths_ptr",
+        "arrived_ptr",
     ],
 )
 def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
-    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, node_masks_ptr, node_depths_ptr,
-    softmax_scale, num_splits, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, node_masks_ptr, node_depths_ptr, arrived_ptr,
+    softmax_scale, num_splits, num_seqs, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, PEEL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, PEEL: tl.constexpr, SHARED_OUT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_M rows of one sequence and KV head over one split of its keys.
 
     Row r of a sequence is query token `r // GROUP`, head `r % GROUP` of the group, so a tile wastes no row
     whatever the group size is. TREE: query tokens are the nodes of a tree, stored from slot `first_query` on. As
     parents come before their children, a node's position is from there to its own slot, and it sees no slot behind.
+    SHARED_OUT: 0, or how many sequences at most `find_item` looks at.
     """
     if PDL:
         gdc_launch_dependents()
-    seq = tl.program_id(2)
     kv_head = tl.program_id(1)
-    split = tl.program_id(0) % num_splits
+    if SHARED_OUT > 0:
+        seq, row_tile, split, live_splits, first_item = find_item(
+            tl.program_id(0), seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, tl.num_programs(0), num_splits,
+            GROUP, BLOCK_M, TILE, WINDOW, SHARED_OUT,
+        )
+        if seq >= num_seqs:
+            return
+    else:
+        seq = tl.program_id(2)
+        split = tl.program_id(0) % num_splits
     seq_len = tl.load(seq_lens_ptr + seq)
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     num_rows = (tl.load(cu_seqlens_q_ptr + seq + 1) - q_start) * GROUP
-    # The last tile of a prompt sees the most keys: it starts first.
-    row_tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0) // num_splits
-    if row_tile < 0:
-        return
+    if SHARED_OUT == 0:
+        # The last tile of a prompt sees the most keys: it starts first.
+        row_tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0) // num_splits
+        if row_tile < 0:
+            return
 
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first_query = seq_len - num_rows // GROUP
     q_position = first_query + row // GROUP
-    # The lowest position of these rows and the last slot that they see, which no position is behind.
-    first_position = first_query if TREE else first_query + (row_tile * BLOCK_M) // GROUP
-    last_position = first_query + (tl.minimum((row_tile + 1) * BLOCK_M, num_rows) - 1) // GROUP
+    # Positions that some row sees, the tiles that hold them, and this split's share of those tiles.
+    first_position, last_position, first_live, end_live = rows_positions(
+        first_query, num_rows, row_tile, GROUP, BLOCK_M, WINDOW, TREE
+    )
+    first_tile = first_live // TILE
+    end_tile = tl.cdiv(end_live, TILE)
+    if SPLIT:
+        share, _ = split_share(end_tile - first_tile, live_splits if SHARED_OUT > 0 else num_splits)
+        first_tile = first_tile + split * share
+        end_tile = tl.minimum(first_tile + share, end_tile)
     token = (q_start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     row_mask = row < num_rows
@@ -232,18 +239,6 @@ def _paged_attention_kernel(
     if TREE:
         node_mask = tl.load(node_masks_ptr + token, mask=row_mask, other=0)
         q_position = first_query + tl.load(node_depths_ptr + token, mask=row_mask, other=0)
-
-    # Positions that some row sees, the tiles that hold them, and this split's share of those tiles.
-    first_live = 0
-    end_live = tl.maximum(last_position + 1, 0)
-    if WINDOW > 0:
-        first_live = tl.maximum(first_position - WINDOW + 1, 0)
-    first_tile = first_live // TILE
-    end_tile = tl.cdiv(end_live, TILE)
-    if SPLIT:
-        share = tl.cdiv(end_tile - first_tile, num_splits)
-        first_tile = first_tile + split * share
-        end_tile = tl.minimum(first_tile + share, end_tile)
 
     scale = softmax_scale / SOFT_CAP if SOFT_CAP > 0 else softmax_scale * _LOG2E
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -287,14 +282,28 @@ def _paged_attention_kernel(
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_mask = row_mask[:, None] & (offs_v < V_DIM)[None, :]
+    out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_v[None, :]
     if SPLIT:
-        partial_row = (token * (tl.num_programs(1) * GROUP) + head) * num_splits + split
-        tl.store(lse_ptr + partial_row, row_max + tl.log2(row_sum), mask=row_mask)
+        partial_row = (token * (tl.num_programs(1) * GROUP) + head) * num_splits
+        partial_ptrs = partial_ptr + partial_row[:, None] * V_DIM + offs_v[None, :]
+        if SHARED_OUT > 0 and live_splits == 1:
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+            return
+        tl.store(lse_ptr + partial_row + split, row_max + tl.log2(row_sum), mask=row_mask)
         # The merge makes nothing of the partial output of a split whose log-sum-exp is -inf.
         if HAS_SINKS | (end_tile > first_tile):
-            tl.store(partial_ptr + partial_row[:, None] * V_DIM + offs_v[None, :], acc, mask=out_mask)
+            tl.store(partial_ptrs + split * V_DIM, acc, mask=out_mask)
+        if SHARED_OUT > 0:
+            # The last of a tile's splits to arrive finds what all have written, and leaves the counter as it was.
+            arrived_ptr += first_item * tl.num_programs(1) + kv_head
+            tl.debug_barrier()
+            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == live_splits - 1:
+                tl.store(arrived_ptr, 0)
+                joined = join_splits(
+                    partial_ptrs, lse_ptr + partial_row, row_mask, out_mask, live_splits, V_DIM, BLOCK_M
+                )
+                tl.store(out_ptrs, joined.to(out_ptr.dtype.element_ty), mask=out_mask)
     else:
-        out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_v[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
@@ -368,25 +377,17 @@ def paged_attention(
     if config is None:
         pairs, max_seqlen_q = num_kv_heads * num_seqs, metadata.max_seqlen_q
         config = choose_config(rows, pairs, k_dim, v_dim, q.dtype, facts, tree is not None, max_seqlen_q)
-    row_tiles = ceil_div(rows, config.block_m)
-    num_splits = config.num_splits
-    if num_splits is None:
-        seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
-        max_splits = most_splits(seen, metadata.max_seqlen_q)
-        slots = facts.num_sms * config.programs_per_sm
-        num_splits = choose_num_splits(row_tiles * num_kv_heads * num_seqs, max_splits, slots)
-
+    grid, num_splits, lookup = _grid(config, metadata, q.shape, num_kv_heads, facts.num_sms)
+    partial = lse = out
     if num_splits > 1:
         partial = torch.empty(total_q, num_heads, num_splits, v_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(total_q, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    else:
-        partial = lse = out
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
     strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
     constants = (
         k_strides, v_strides, k_dim, v_dim, block_size, kv.segmented,
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
-        tree is not None, config.block_m, config.tile, config.peel, config.pdl,
+        tree is not None, config.block_m, config.tile, config.peel, lookup, config.pdl,
     )  # fmt: skip
     misaligned = tuple(t.data_ptr() % 16 for t in (q, out, k_cache, v_cache))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
@@ -394,14 +395,39 @@ def paged_attention(
     with torch.cuda.device_of(q):
         _launch_attention(
             (specialised, constants, config.num_warps, config.num_stages),
-            (row_tiles * num_splits, num_kv_heads, num_seqs),
+            grid,
             q, k_cache, v_cache, out, partial, lse, q if sinks is None else sinks,
             kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
             None if tree is None else tree.masks, None if tree is None else tree.depths,
-            float(softmax_scale), num_splits, *strides, metadata.block_tables.stride(0), *constants,
+            metadata.arrivals if lookup else None,
+            float(softmax_scale), num_splits, num_seqs, *strides, metadata.block_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
         )
     # fmt: on
-    if num_splits > 1:
-        merge_splits(partial, lse, out, metadata, config.tile, specialised, config.pdl)
+    if num_splits > 1 and not lookup:
+        rows_of_programs = (group, config.block_m)
+        merge_splits(partial, lse, out, metadata, config.tile, specialised, config.pdl, rows=rows_of_programs)
     return out
+
+
+def _grid(
+    config: AttentionConfig, metadata: AttentionMetadata, q_shape: torch.Size, num_kv_heads: int, num_sms: int
+) -> tuple[tuple[int, int, int], int, int]:
+    """The grid, splits of a sequence at most, and sequences that `find_item` looks at; 0: each has as many splits."""
+    total_q, num_heads, dim = q_shape
+    num_seqs, group, arrivals = metadata.num_seqs, num_heads // num_kv_heads, metadata.arrivals
+    seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
+    slots = num_sms * config.programs_per_sm
+    if arrivals is not None and metadata.tree is None:
+        if num_seqs * num_kv_heads > slots:  # 64 rows of 600 tokens: 51 us, 59 otherwise; of fewer rows it is worse
+            slots *= 2
+        num_items = most_items(total_q, num_seqs, num_kv_heads, group, config.block_m, slots)
+        if num_items * num_kv_heads <= len(arrivals) and (lookup := seqs_of_a_lookup(num_seqs)):
+            splits = config.num_splits or min(most_splits(seen, 1, dim), MAX_PARTIALS // total_q, MAX_SHARED_SPLITS)
+            return (num_items, num_kv_heads, 1), max(splits, 1), lookup
+    row_tiles = ceil_div(metadata.max_seqlen_q * group, config.block_m)
+    num_splits = config.num_splits
+    if num_splits is None:
+        max_splits = most_splits(seen, metadata.max_seqlen_q, dim)
+        num_splits = choose_num_splits(row_tiles * num_kv_heads * num_seqs, max_splits, slots)
+    return (row_tiles * num_splits, num_kv_heads, num_seqs), num_splits, 0

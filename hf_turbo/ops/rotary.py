@@ -18,6 +18,7 @@ from .launch import Launcher
 from .metadata import AttentionMetadata, LayerKV
 from .norm import DTYPES, apply_norm_weight, check_norm, norm_constants
 from .norm_spec import RMSNorm
+from .packed_tokens import sequence_of
 from .store_kv import block_offset
 
 _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
@@ -28,7 +29,7 @@ class RotaryConfig:
     """How the kernel is compiled.
 
     Args:
-        block_t, block_h: tokens of a sequence, and heads, that a program takes; powers of two.
+        block_t, block_h: tokens, and heads, that a program takes; powers of two.
         num_warps: Triton's.
         pdl: starts while the kernel before it still runs, and waits for it on the device (compute capability 9.0
             and above).
@@ -183,13 +184,13 @@ def store_pieces(
 
 @triton.jit
 def _cache_slots(
-    token, q_len, row_mask, seq, keep_last,
-    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, stride_tb,
+    token, row_mask, seq, keep_last,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, stride_tb,
     STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr,
 ):
     """Where the cache holds each token, without its head, int64 elements; and which tokens are stored at all."""
-    seq_len = tl.load(seq_lens_ptr + seq)
-    position = seq_len - q_len + token
+    seq_len = tl.load(seq_lens_ptr + seq, mask=row_mask, other=0)
+    position = seq_len - tl.load(cu_seqlens_q_ptr + seq + 1, mask=row_mask, other=0) + token
     # A position below zero is a padding row of a fixed-shape batch: it belongs to no sequence.
     stored = row_mask & (position >= 0) & (position >= seq_len - keep_last)
     block_id = tl.load(block_tables_ptr + seq.to(tl.int64) * stride_tb + position // BLOCK_SIZE, mask=stored, other=0)
@@ -199,12 +200,13 @@ def _cache_slots(
 
 # Nothing is gained by compiling for the alignment of what is read entry by entry.
 @triton.jit(
-    do_not_specialize=["stride_tb", "keep_last"],
+    do_not_specialize=["num_tokens", "num_seqs", "stride_tb", "keep_last"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
 )
 def _rotary_store_kv_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, q_weight_ptr, k_weight_ptr,
-    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, q_eps, k_eps, keep_last,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_tokens, num_seqs,
+    q_eps, k_eps, keep_last,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin, stride_ot, stride_oh,
     stride_tb,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -212,7 +214,7 @@ def _rotary_store_kv_kernel(
     Q_WEIGHTING: tl.constexpr, K_WEIGHTING: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr,
     ONE_QUERY_EACH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: BLOCK_T tokens of one sequence times BLOCK_H heads, of q, of k or of v."""
+    """One program: BLOCK_T tokens times BLOCK_H heads, of q, of k or of v."""
     if PDL:
         gdc_launch_dependents()
         # The metadata too may have been written not long before.
@@ -220,20 +222,10 @@ def _rotary_store_kv_kernel(
     Q_TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     KV_TILES: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     head_tile = tl.program_id(0)
-    first_token = tl.program_id(1) * BLOCK_T
-    seq = tl.program_id(2)
-    if ONE_QUERY_EACH:
-        q_start = seq
-        q_len = 1
-    else:
-        q_start = tl.load(cu_seqlens_q_ptr + seq)
-        q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-        if first_token >= q_len:
-            return
     row = tl.arange(0, BLOCK_T * BLOCK_H)
-    token = first_token + row // BLOCK_H
-    source = (q_start + token).to(tl.int64)
-    live = token < q_len
+    token = tl.program_id(1) * BLOCK_T + row // BLOCK_H
+    live = token < num_tokens
+    source = token.to(tl.int64)
     cos_ptrs = cos_ptr + source * stride_cos
     sin_ptrs = sin_ptr + source * stride_sin
     if head_tile < Q_TILES:
@@ -252,9 +244,10 @@ def _rotary_store_kv_kernel(
             k_ptr + source * stride_kt + head * stride_kh, cos_ptrs, sin_ptrs, mask, k_weight_ptr, k_eps,
             K_DIM, ROTARY_DIM, INTERLEAVED, K_WEIGHTING,
         )
+        seq = token if ONE_QUERY_EACH else sequence_of(token, cu_seqlens_q_ptr, num_seqs)
         slot, stored = _cache_slots(
-            token, q_len, mask, seq, keep_last, segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, stride_tb,
-            K_STRIDES, BLOCK_SIZE, SEGMENTED,
+            token, mask & (seq < num_seqs), seq, keep_last, segment_offsets_ptr, block_tables_ptr, seq_lens_ptr,
+            cu_seqlens_q_ptr, stride_tb, K_STRIDES, BLOCK_SIZE, SEGMENTED,
         )
         k_slots = k_cache_ptr + slot + head.to(tl.int64) * K_STRIDES[1]
         store_pieces(k_slots, stored, first, second, rest, K_DIM, ROTARY_DIM, INTERLEAVED)
@@ -262,9 +255,10 @@ def _rotary_store_kv_kernel(
         head = (head_tile - Q_TILES - KV_TILES) * BLOCK_H + row % BLOCK_H
         mask = live & (head < KV_HEADS)
         v = _load_span(v_ptr + source * stride_vt + head * stride_vh, mask, 0, V_DIM)
+        seq = token if ONE_QUERY_EACH else sequence_of(token, cu_seqlens_q_ptr, num_seqs)
         slot, stored = _cache_slots(
-            token, q_len, mask, seq, keep_last, segment_offsets_ptr + _MAX_SEGMENTS, block_tables_ptr, seq_lens_ptr,
-            stride_tb, V_STRIDES, BLOCK_SIZE, SEGMENTED,
+            token, mask & (seq < num_seqs), seq, keep_last, segment_offsets_ptr + _MAX_SEGMENTS, block_tables_ptr,
+            seq_lens_ptr, cu_seqlens_q_ptr, stride_tb, V_STRIDES, BLOCK_SIZE, SEGMENTED,
         )
         _store_span(v_cache_ptr + slot + head.to(tl.int64) * V_STRIDES[1], stored, v, 0, V_DIM)
 
@@ -392,8 +386,9 @@ def rotary_store_kv(
         # No fused multiply-adds: torch rounds every product.
         _launch_rotary(
             (q.device, dtypes, strides, misaligned, constants, config.num_warps),
-            (head_tiles, ceil_div(metadata.max_seqlen_q, config.block_t), metadata.num_seqs),
+            (head_tiles, ceil_div(q.shape[0], config.block_t), 1),
             *tensors, kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
+            q.shape[0], metadata.num_seqs,
             0.0 if q_norm is None else float(q_norm.eps), 0.0 if k_norm is None else float(k_norm.eps),
             2**30 if keep_last is None else keep_last, *strides, metadata.block_tables.stride(0), *constants,
             num_warps=config.num_warps, launch_pdl=config.pdl, enable_fp_fusion=False,

@@ -9,6 +9,7 @@ import triton.language as tl
 from .block_ids import MAX_SEGMENTS, SEGMENT_BITS, SEGMENT_MASK
 from .launch import Launcher
 from .metadata import AttentionMetadata, LayerKV
+from .packed_tokens import sequence_of
 
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _SEGMENT_MASK = tl.constexpr(SEGMENT_MASK)
@@ -30,38 +31,32 @@ def block_offset(block_id, segment_offsets_ptr, STRIDE: tl.constexpr, SEGMENTED:
 
 # Nothing is gained by compiling for the alignment of what is read entry by entry.
 @triton.jit(
-    do_not_specialize=["stride_tb", "keep_last"],
+    do_not_specialize=["num_tokens", "num_seqs", "stride_tb", "keep_last"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
 )
 def _store_kv_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr,
-    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+    segment_offsets_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_tokens, num_seqs,
     keep_last, stride_kt, stride_kh, stride_vt, stride_vh, stride_tb,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEGMENTED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T new tokens of one sequence, one KV head."""
-    seq = tl.program_id(2)
+    """One program: BLOCK_T new tokens, one KV head."""
     head = tl.program_id(1).to(tl.int64)
-    q_start = tl.load(cu_seqlens_q_ptr + seq)
-    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-    first_token = tl.program_id(0) * BLOCK_T
-    if first_token >= q_len:
-        return
-    seq_len = tl.load(seq_lens_ptr + seq)
-
-    token = first_token + tl.arange(0, BLOCK_T)
-    position = seq_len - q_len + token
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    seq = sequence_of(token, cu_seqlens_q_ptr, num_seqs)
+    live = (token < num_tokens) & (seq < num_seqs)
+    seq_len = tl.load(seq_lens_ptr + seq, mask=live, other=0)
+    position = seq_len - tl.load(cu_seqlens_q_ptr + seq + 1, mask=live, other=0) + token
     # A position below zero is a padding row of a fixed-shape batch: it belongs to no sequence.
-    stored = (token < q_len) & (position >= 0) & (position >= seq_len - keep_last)
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_tb
-    block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=stored, other=0)
+    stored = live & (position >= 0) & (position >= seq_len - keep_last)
+    block_id = tl.load(block_tables_ptr + seq.to(tl.int64) * stride_tb + position // BLOCK_SIZE, mask=stored, other=0)
     row = position % BLOCK_SIZE
     k_offset = block_offset(block_id, segment_offsets_ptr, K_STRIDES[0], SEGMENTED) + row * K_STRIDES[2]
     v_offset = block_offset(block_id, segment_offsets_ptr + _MAX_SEGMENTS, V_STRIDES[0], SEGMENTED)
     v_offset += row * V_STRIDES[2]
 
-    source_row = (q_start + token).to(tl.int64)
+    source_row = token.to(tl.int64)
     k_dim = tl.arange(0, triton.next_power_of_2(K_DIM))
     k_mask = stored[:, None] & (k_dim < K_DIM)[None, :]
     k = tl.load(k_ptr + (source_row * stride_kt + head * stride_kh)[:, None] + k_dim[None, :], mask=k_mask)
@@ -121,9 +116,9 @@ def store_kv(
     key = (k.device, k.dtype, k_strides, v_strides, k_dim, v_dim, block_size, segmented, block_t, strides, misaligned)
     with torch.cuda.device_of(k):
         _launch_store(
-            key, (-(-max_seqlen_q // block_t), num_kv_heads, num_seqs),
+            key, (-(-len(k) // block_t), num_kv_heads, 1),
             k, v, k_cache, v_cache,
-            kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q,
+            kv.segment_offsets, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q, len(k), num_seqs,
             2**30 if keep_last is None else keep_last, *strides, metadata.block_tables.stride(0),
             k_strides, v_strides, k_dim, v_dim, block_size, segmented, block_t,
             num_warps=1 if block_t < 8 else 4, enable_fp_fusion=True,

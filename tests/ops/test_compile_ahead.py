@@ -38,6 +38,8 @@ CASES = {
     "decode-d256-window-cap": {"heads": (16, 8), "dims": (256, 256), "window": 1024, "cap": 50.0},
     "decode-crowded": {"heads": (64, 64)},
     "decode-sinks-one-segment": {"dims": (64, 64), "sinks": True, "segments": 1},
+    "decode-shared-out": {"shared_out": True},
+    "chunk-shared-out": {"q_len": 512, "shared_out": True},
     "chunk": {"q_len": 512},
     "chunk-fp32": {"q_len": 512, "dtype": "float32"},
     "chunk-d256-window-cap": {
@@ -152,6 +154,7 @@ def compile_case(
     window=None,
     cap=None,
     sinks=False,
+    shared_out=False,
 ):
     """Calls both ops on tensors without memory; returns the facts of every kernel they would launch."""
     import torch
@@ -164,6 +167,8 @@ def compile_case(
     k_dim, v_dim = dims
     with recorded(capability, attention) as compiled, torch.device("meta"):
         kv, metadata = make_cache(q_len, num_kv_heads, dims, block_size, dtype, segments, window)
+        if shared_out:
+            metadata.arrivals = torch.empty(metadata.MAX_ARRIVALS, dtype=torch.int32)
         total_q = metadata.num_seqs * q_len
         store_kv(
             torch.empty(total_q, num_kv_heads, k_dim, dtype=dtype),

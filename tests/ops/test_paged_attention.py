@@ -6,6 +6,7 @@ from combinations import few
 from oracle import allowed_error, expected, make_case
 
 from hf_turbo.ops.attention_config import AttentionConfig, choose_num_splits
+from hf_turbo.ops.metadata import AttentionMetadata
 from hf_turbo.ops.paged_attention import paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,32 +26,43 @@ def check(case, config=None):
     return out
 
 
-CONFIGS = {"plain": SMALL, "peeled": PEELED, "split": SPLIT}
+CONFIGS = {"plain": SMALL, "peeled": PEELED, "split": SPLIT, "shared out": SPLIT}
+
+
+def check_way(case, way):
+    """With one of CONFIGS."""
+    if way == "shared out":
+        arrivals = torch.zeros(AttentionMetadata.MAX_ARRIVALS, dtype=torch.int32, device=DEVICE)
+        case = dataclasses.replace(case, metadata=dataclasses.replace(case.metadata, arrivals=arrivals))
+    out = check(case, CONFIGS[way])
+    if way == "shared out":
+        assert not arrivals.any()
+    return out
 
 
 @pytest.mark.parametrize("config, block_size", few(CONFIGS, [8, 16, 48, 64]))
 def test_decode(config, block_size):
     case = make_case([1, 1, 1], [1, 37, 64], block_size=block_size, num_segments=2, device=DEVICE)
-    check(case, CONFIGS[config])
+    check_way(case, config)
 
 
 @pytest.mark.parametrize("config, block_size", few(CONFIGS, [8, 16]))
 def test_prompt_chunks(config, block_size):
     """Ragged chunks over filled caches, a sequence without queries, and a fresh one, in one launch."""
     case = make_case([9, 0, 1, 21], [40, 7, 18, 21], block_size=block_size, num_segments=3, device=DEVICE)
-    check(case, CONFIGS[config])
+    check_way(case, config)
 
 
 @pytest.mark.parametrize("config, window", few(CONFIGS, [1, 5, 20, 100]))
 def test_sliding_window(config, window):
     case = make_case([12, 1, 1], [45, 50, 3], block_size=8, sliding_window=window, num_segments=2, device=DEVICE)
-    check(case, CONFIGS[config])
+    check_way(case, config)
 
 
 @pytest.mark.parametrize("config, dtype", few(CONFIGS, [torch.float32, torch.float16]))
 def test_soft_cap(config, dtype):
     case = make_case([3, 1], [20, 33], logit_softcap=1.5, dtype=dtype, device=DEVICE)
-    check(case, CONFIGS[config])
+    check_way(case, config)
 
 
 def test_soft_cap_of_small_scores_keeps_fp32():
@@ -62,7 +74,7 @@ def test_soft_cap_of_small_scores_keeps_fp32():
 @pytest.mark.parametrize("config", CONFIGS)
 def test_sinks(config):
     case = make_case([3, 1, 1], [20, 33, 1], sinks=True, device=DEVICE)
-    check(case, CONFIGS[config])
+    check_way(case, config)
 
 
 @pytest.mark.parametrize("config, sinks", few(CONFIGS, [False, True]))
@@ -140,6 +152,52 @@ def test_upper_bound_of_lengths_changes_nothing():
 def test_many_splits_of_a_short_sequence():
     case = make_case([1], [70], device=DEVICE)
     check(case, dataclasses.replace(SMALL, num_splits=67))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that no kernel has written yet holds NaN."""
+    empty = torch.empty
+
+    def poisoned_empty(*shape, **options):
+        x = empty(*shape, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+@pytest.mark.parametrize(
+    "q_lens, seq_lens",
+    [
+        ([1, 1, 1], [16, 33, 130]),  # one split has all, some have none, all have some
+        ([9, 9, 9], [9, 26, 140]),  # rows of a sequence in tiles of their own, which see as many tiles or one more
+        ([9, 1, 4], [26, 16, 140]),  # the merge is not told how many splits there are
+    ],
+)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("way", ["split", "shared out"])
+def test_splits_without_keys_write_nothing(q_lens, seq_lens, window, way, poisoned):
+    check_way(make_case(q_lens, seq_lens, sliding_window=window, block_size=8, sinks=True, device=DEVICE), way)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_long_sequence_among_short_ones(window):
+    """It gets the splits that they don't need."""
+    case = make_case([1] * 20 + [40], [7] * 12 + [900] + [33] * 7 + [300], sliding_window=window, device=DEVICE)
+    check_way(case, "shared out")
+
+
+@pytest.mark.parametrize("num_seqs", [1, 129, pytest.param(513, marks=pytest.mark.gpu)])
+def test_many_sequences_share(num_seqs):
+    """513 are more than are looked up: each gets as many splits."""
+    lengths = [1 + 7 * i % 40 for i in range(num_seqs)]
+    case = make_case([1] * num_seqs, lengths, num_heads=2, num_kv_heads=1, block_size=8, device=DEVICE)
+    check_way(case, "shared out")
+
+
+def test_too_few_counters(monkeypatch):
+    monkeypatch.setattr(AttentionMetadata, "MAX_ARRIVALS", 4)
+    check_way(make_case([1, 9], [37, 64], device=DEVICE), "shared out")
 
 
 def test_no_queries():

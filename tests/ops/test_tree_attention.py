@@ -92,6 +92,17 @@ def test_kernel(name, config):
         assert (out[12 * row : 12 * (row + 1)] == 0).all()
 
 
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("window", [None, 30])
+def test_nodes_anywhere_in_a_tile(tile, window):
+    """64 nodes from the first, the second, the last slot of a tile or of a word of 32 on, reaching into others."""
+    committed = [0, 1, 31, 32, 63, 64, 127, 130]
+    case, trees = make_tree_case(
+        committed, 64, num_heads=1, num_kv_heads=1, k_dim=16, sliding_window=window, device=DEVICE
+    )
+    check(case, trees, AttentionConfig(block_m=64, tile=tile, num_warps=4, num_stages=2))
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)])
 def test_kernel_head_sizes_in_half_precision(dims):
     case, trees = make("plain", committed=[33], k_dim=dims[0], v_dim=dims[1], dtype=torch.float16, num_segments=2)
@@ -109,9 +120,9 @@ def test_kernel_as_configured(name):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("rows", [4, 33, 64, 256, 512])
 def test_configurations(rows, dim, facts):
-    """No tile of masks where none is needed, and row tiles small enough for a few sequences to fill a device."""
+    """Row tiles small enough for a few sequences to fill a device, and what fits there."""
     config = choose_config(rows, 8, dim, dim, torch.bfloat16, facts, is_tree=True, max_seqlen_q=max(rows // 4, 2))
-    assert config.peel and config.block_m == (DRAFT_BLOCK_M if rows <= 64 else 64)
+    assert config.block_m == (DRAFT_BLOCK_M if rows <= 64 else 64)
     assert 2 * dim * (config.block_m + 2 * config.num_stages * config.tile) <= facts.shared_memory
     assert config.pdl == (facts.capability == 90)
 

@@ -1,0 +1,74 @@
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from hf_turbo.ops.work_items import find_item, most_items, seqs_of_a_lookup
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def _find_all(
+    out_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, max_splits,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    seq, row_tile, split, num_splits, first = find_item(
+        item, seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, tl.num_programs(0), max_splits,
+        GROUP, BLOCK_M, TILE, WINDOW, SEQS,
+    )  # fmt: skip
+    tl.store(out_ptr + item * 5, seq)
+    tl.store(out_ptr + item * 5 + 1, row_tile)
+    tl.store(out_ptr + item * 5 + 2, split)
+    tl.store(out_ptr + item * 5 + 3, num_splits)
+    tl.store(out_ptr + item * 5 + 4, first)
+
+
+def items(q_lens, seq_lens, slots, max_splits=16, group=4, block_m=16, tile=16, window=0):
+    """`{(sequence, tile of rows): [(split, splits, item, first item)]}`."""
+    num_items = most_items(sum(q_lens), len(q_lens), 2, group, block_m, slots)
+    out = torch.full((num_items, 5), -1, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).to(torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    num_seqs = len(q_lens)
+    _find_all[(num_items,)](
+        out, lens, starts, num_seqs, max_splits, group, block_m, tile, window, seqs_of_a_lookup(num_seqs)
+    )
+    found = {}
+    for item, (seq, row_tile, split, num_splits, first) in enumerate(out.tolist()):
+        if seq < num_seqs:
+            found.setdefault((seq, row_tile), []).append((split, num_splits, item, first))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_piece_is_found_once(seed):
+    source = random.Random(seed)
+    q_lens = [source.choice([0, 1, 1, 1, 5, 40]) for _ in range(source.randint(1, 140))] + [1]
+    seq_lens = [n + source.choice([0, 3, 100, 900]) for n in q_lens]
+    seq_lens[0] = source.choice([seq_lens[0], 0])  # rows of a captured step that are not used
+    group, max_splits, window = source.choice([1, 3, 4]), source.choice([1, 4, 16]), source.choice([0, 0, 50])
+    found = items(q_lens, seq_lens, source.choice([8, 64, 264]), max_splits, group, window=window)
+    for seq, n in enumerate(q_lens):
+        for row_tile in range(-(-n * group // 16)):
+            pieces = sorted(found.pop((seq, row_tile)))
+            assert [split for split, *_ in pieces] == list(range(pieces[0][1])) and len(pieces) <= max_splits
+            assert all(first == item - split for split, _, item, first in pieces)
+    assert not found
+
+
+def test_pieces_are_even():
+    """One long text among short ones: it is split until a piece is as long as an even share, or one of theirs."""
+    found = items([1] * 32, [64] * 31 + [8000], slots=128)
+    assert {len(found[seq, 0]) for seq in range(31)} == {1}
+    assert len(found[31, 0]) == 16
+    alike = items([1] * 8, [512] * 8, slots=128)
+    assert {len(pieces) for pieces in alike.values()} == {8}  # 8 tiles of rows and 64 more pieces
+
+
+def test_a_window_bounds_the_keys():
+    found = items([1, 1], [8000, 100], slots=32, window=100)
+    assert len(found[0, 0]) == len(found[1, 0])
