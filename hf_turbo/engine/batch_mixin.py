@@ -98,7 +98,7 @@ class ManyRequestsMixin(TurboGenerationMixin):
         kwargs["seed"] = _seeds(kwargs.get("seed"), len(prompts))
         if (kwargs.get("num_beams") or getattr(generation_config or self.generation_config, "num_beams", 1) or 1) > 1:  # type: ignore[attr-defined]
             results = by_generate(self, prompts, generation_config, kwargs, progress_bar)
-        elif (manager := self._own_manager(generation_config, continuous_batching_config)) is None:
+        elif (manager := self._own_manager(generation_config, continuous_batching_config, reads_along=False)) is None:
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,
                 persistent_manager, warmup, **kwargs,
@@ -110,7 +110,10 @@ class ManyRequestsMixin(TurboGenerationMixin):
         return _as_generate_reads(self, inputs, results) if generate_calls else results
 
     def _own_manager(
-        self, generation_config: GenerationConfig | None, config: ContinuousBatchingConfig | None
+        self,
+        generation_config: GenerationConfig | None,
+        config: ContinuousBatchingConfig | None,
+        reads_along: bool = True,
     ) -> Manager | None:
         """A manager with its engine: the kept one where it fits; None where the model steps aside."""
         handle = self._hf_turbo
@@ -120,11 +123,12 @@ class ManyRequestsMixin(TurboGenerationMixin):
             return None
         config = config or getattr(generation_config, "continuous_batching_config", None)
         if (kept := handle.manager) is not None:
-            if config is None or limits_of(config, handle, self.device.type) == kept.limits:  # type: ignore[attr-defined]
+            wanted = None if config is None else limits_of(config, handle, self.device.type, reads_along)  # type: ignore[attr-defined]
+            if wanted in (None, kept.limits):
                 kept.generation_config = generation_config
                 return kept
             kept.destroy()
-        manager = Manager(self, generation_config, config)
+        manager = Manager(self, generation_config, config, reads_along=reads_along)
         try:
             manager.warmup()
         except PackedUnsuited as reason:

@@ -28,12 +28,18 @@ class RequestChoice:
 
     def __init__(self, options: RequestOptions, prompt: Sequence[int], device: torch.device) -> None:
         self.options = options
+        #: Tokens may be chosen before it is known that the text goes on.
+        self.may_go_ahead = options.may_go_ahead
+        #: Rows of requests with equal ones may be chosen by one call.
+        self.group: Hashable = object() if options.merge_key is None else options.merge_key
+        #: Texts are kept on the device.
+        self.keeps_texts = options.reads_text
         #: Steps in which tokens were chosen and not taken back.
         self.num_chosen = 0
         self._device = device
         self._live = list(range(options.num_sequences))  # whose texts these are
         self._texts: Columns | None = None
-        if options.reads_text:
+        if self.keeps_texts:
             self._texts = Columns(to_device([list(prompt)], device, torch.int64).expand(len(self._live), -1))
         self._random: torch.Generator | None = None
         if options.samples:
@@ -97,10 +103,11 @@ class RequestChoice:
 
     def start(self, live: Sequence[int]) -> None:
         """Begins a choice for these sequences; the others have ended."""
-        if list(live) != self._live:
+        if live != self._live:
             if self._texts is not None:
                 self._texts.reorder(to_device([self._live.index(index) for index in live], self._device))
             self._live = list(live)
+        self.num_chosen += 1
         self._before.append(None if self._random is None else self._random.get_state())
 
     def draw(self, out: torch.Tensor) -> None:
@@ -116,8 +123,7 @@ class RequestChoice:
         torch.index_select(drawn, 0, to_device(self._live, out.device), out=out)
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Ends a choice: these were chosen, int64 `[live]`."""
-        self.num_chosen += 1
+        """Puts what was chosen behind texts that are kept, int64 `[live]`."""
         if self._texts is not None:
             self._texts.append(tokens)
 
@@ -175,26 +181,29 @@ class Chooser:
         Raises:
             ValueError: there are more or fewer rows than sequences.
         """
-        sizes = [len(live) for _, live in takers]
+        sizes, keep_texts = [len(live) for _, live in takers], False
         if sum(sizes) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits for {sum(sizes)} sequences")
         for choice, live in takers:
             choice.start(live)
+            keep_texts |= choice.keeps_texts
         chosen = self._choose_by_group(logits, takers, sizes)
-        for (choice, _), tokens in zip(takers, chosen.tokens.split(sizes), strict=True):
-            choice.append(tokens)
+        if keep_texts:
+            for (choice, _), tokens in zip(takers, chosen.tokens.split(sizes), strict=True):
+                choice.append(tokens)
         return chosen
 
     def _choose_by_group(self, logits: torch.Tensor, takers: Sequence[Taker], sizes: Sequence[int]) -> Chosen:
-        groups, order = _groups(takers, sizes)
-        if len(groups) == 1:
+        groups = [choice.group for choice, _ in takers]
+        if groups.count(groups[0]) == len(groups):
             return self._choose(logits, takers)
+        members, order = _groups(takers, sizes)
         if order != self._order:  # the same requests go on for many steps
             places = sorted(range(len(order)), key=order.__getitem__)
             self._order, (self._there, self._back) = order, to_device([order, places], logits.device).unbind()
         rows = logits[self._there]
-        counts = [sum(len(live) for _, live in group) for group in groups]
-        parts = [self._choose(part, group) for part, group in zip(rows.split(counts), groups, strict=True)]
+        counts = [sum(len(live) for _, live in group) for group in members]
+        parts = [self._choose(part, group) for part, group in zip(rows.split(counts), members, strict=True)]
         return self._join(parts)
 
     def _choose(self, logits: torch.Tensor, takers: Sequence[Taker]) -> Chosen:
@@ -232,8 +241,7 @@ def _groups(takers: Sequence[Taker], sizes: Sequence[int]) -> tuple[list[list[Ta
     rows: dict[Hashable, list[int]] = {}
     end = 0
     for taker, size in zip(takers, sizes, strict=True):
-        options = taker[0].options
-        key = taker[0] if options.merge_key is None else options.merge_key
+        key = taker[0].group
         members.setdefault(key, []).append(taker)
         rows.setdefault(key, []).extend(range(end, end + size))
         end += size

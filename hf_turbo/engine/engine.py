@@ -18,7 +18,7 @@ import torch
 from ..generation.loop import runs_ahead
 from ..generation.readback import Letter
 from ..modeling.head_input import HeadInput
-from ..ops.transfer import to_device
+from ..ops.transfer import ints_to_device
 from .choice import Chooser, RequestChoice, Taker, not_numbers
 from .drafted import DraftedSteps
 from .forwards import RowForwards
@@ -86,9 +86,11 @@ class Engine:
         self._steady: _Batch | None = None
         self._steady_left: int | None = None
         self._num_added = 0
+        #: Of the step under way: requests with news, tokens computed that do not continue a text, tokens read, seconds
+        #: between two tokens of a text and how many had them, seconds not the host's.
         self._changed: dict[Request, None] = {}
-        #: Of the step under way: tokens computed that do not continue a text, tokens read, seconds not the host's.
         self._num_prompt = self._num_read = 0
+        self._gaps: Counter[float] = Counter()
         self._seconds_away = 0.0
         self.metrics = EngineMetrics()
 
@@ -116,6 +118,7 @@ class Engine:
         """One step. Returns the requests that have new tokens or have ended in it."""
         began = time.perf_counter()
         self._changed, self._num_prompt, self._num_read, self._seconds_away = {}, 0, 0, 0.0
+        self._gaps.clear()
         launched = self._go_on() or self._plan()
         self._read(1 if launched and self._goes_ahead else 0)
         self._memory.make_room()
@@ -172,7 +175,7 @@ class Engine:
             return False
         if self._may_draft:
             return False
-        return all(self._choices[request].options.may_go_ahead for request in self.scheduler.running)
+        return all(self._choices[request].may_go_ahead for request in self.scheduler.running)
 
     @property
     def _may_draft(self) -> bool:
@@ -181,15 +184,14 @@ class Engine:
 
     def _draft(self, shares: Many[Share]) -> bool:
         """Where every row is to get a token: gives them more, by way of drafts; False: nothing has been done."""
-        rows = list(self._memory.rows)
-        if self._drafted is None or len(shares) < len(rows):
+        if self._drafted is None or len(shares) < len(self._memory.rows):
             return False
         if any(share.num_tokens > 1 or share.sequence.num_missing > 1 for share in shares):
             return False
-        news = self._timed(self._drafted.run, rows, self._choices)
+        news = self._timed(self._drafted.run, list(self._memory.rows), self._choices)
         if news is None:
             return False
-        self._take_all({one.sequence.request: [one] for one in news})
+        self._take_all({one.sequence.request: [one] for one in news}, time.perf_counter())
         return True
 
     def _go_on(self) -> bool:
@@ -212,17 +214,22 @@ class Engine:
     def _launch(self, shares: Many[Share]) -> _Batch:
         """Computes a step and chooses the tokens that follow; the answer is for whom."""
         by_row = sorted(shares, key=lambda share: share.sequence.held_row)
-        ready = [share for share in by_row if share.num_tokens == share.sequence.num_missing]
-        self._num_prompt = sum(share.num_tokens for share in shares if share.sequence.num_missing > 1)
+        ready: list[Sequence] = []
+        for sequence, num_tokens in by_row:
+            num_missing = sequence.num_missing
+            if num_tokens == num_missing:
+                ready.append(sequence)
+            if num_missing > 1:
+                self._num_prompt += num_tokens
         logits = self._compute(by_row, ready)
-        for share in by_row:
-            share.sequence.num_cached += share.num_tokens
+        for sequence, num_tokens in by_row:
+            sequence.num_cached += num_tokens
         # What comes next may begin like these.
         self._memory.keep(share.sequence for share in by_row if share.num_tokens > 1)
-        batch, rows = self._batch([share.sequence for share in ready])
+        batch, rows = self._batch(ready)
         if batch.sequences:
             if rows != list(range(len(logits))):
-                logits = logits.index_select(0, to_device(rows, logits.device))
+                logits = logits.index_select(0, ints_to_device(rows, logits.device))
             self._choose(batch, logits)
         return batch
 
@@ -238,30 +245,31 @@ class Engine:
             if (error := chosen.errors.get(self._choices[request])) is not None:
                 self._end(request, Status.FAILED, error)
 
-    def _compute(self, shares: Many[Share], ready: Many[Share]) -> torch.Tensor:
-        """The logits after the last token of each share that is ready, `[ready, vocabulary]`.
+    def _compute(self, shares: Many[Share], ready: Many[Sequence]) -> torch.Tensor:
+        """The logits after the last token of each sequence that is ready, `[ready, vocabulary]`.
 
         Args:
             shares: in the order of their rows.
+            ready: of them, those that miss no other tokens.
         """
         tokens = self._tokens(shares)
         num_rows = self._forwards.num_rows
-        if len(shares) == num_rows and all(share.num_tokens == 1 for share in shares):
+        if len(shares) == len(tokens) == num_rows:
             logits = self._timed(self._forwards.step, tokens)
-            self._saw([share.sequence for share in ready], is_step=True)
+            self._saw(ready, is_step=True)
             if len(ready) == num_rows:
                 return logits
-            rows = [share.sequence.held_row for share in ready]
-            return logits.index_select(0, to_device(rows, logits.device, torch.int64))
+            rows = [sequence.held_row for sequence in ready]
+            return logits.index_select(0, ints_to_device(rows, logits.device))
         q_lens, wanted, end = [0] * num_rows, [], 0
-        is_ready = {share.sequence for share in ready}
-        for share in shares:
-            q_lens[share.sequence.held_row] = share.num_tokens
-            end += share.num_tokens
-            if share.sequence in is_ready:
+        are_ready = set(ready)
+        for sequence, num_tokens in shares:
+            q_lens[sequence.held_row] = num_tokens
+            end += num_tokens
+            if sequence in are_ready:
                 wanted.append(end - 1)
         logits = self._timed(self._forwards.packed, tokens, q_lens, wanted)
-        self._saw([share.sequence for share in ready], is_step=False)
+        self._saw(ready, is_step=False)
         return logits
 
     def _saw(self, ready: Many[Sequence], is_step: bool) -> None:
@@ -271,22 +279,22 @@ class Engine:
     def _tokens(self, shares: Many[Share]) -> torch.Tensor:
         """The tokens of all shares, int64 `[total]`; those that the host does not know come from the last choice."""
         tokens: list[int] = []
-        unknown: list[tuple[int, int]] = []
+        targets: list[int] = []
+        sources: list[int] = []
         newest = {sequence: place for place, sequence in enumerate(self._newest_of)}
-        for share in shares:
-            sequence, end = share.sequence, share.sequence.num_cached + share.num_tokens
-            known = sequence.tokens[sequence.num_cached : end]
+        for sequence, num_tokens in shares:
+            known = sequence.tokens[sequence.num_cached : sequence.num_cached + num_tokens]
             tokens += known
-            if len(known) < share.num_tokens:
-                unknown.append((len(tokens), newest[sequence]))
+            if len(known) < num_tokens:
+                targets.append(len(tokens))
+                sources.append(newest[sequence])
                 tokens.append(0)
-        places = [place for _, place in unknown]
-        if self._newest is not None and places == list(range(max(len(tokens), len(self._newest)))):
+        if self._newest is not None and sources == list(range(max(len(tokens), len(self._newest)))):
             return self._newest
-        ids = to_device(tokens, self._forwards.device)
-        if unknown and self._newest is not None:
-            targets, sources = to_device(unknown, self._forwards.device).T
-            ids.index_copy_(0, targets, self._newest.index_select(0, sources))
+        ids = ints_to_device(tokens, self._forwards.device)
+        if sources and self._newest is not None:
+            places = ints_to_device(targets + sources, self._forwards.device).view(2, -1)
+            ids.index_copy_(0, places[0], self._newest.index_select(0, places[1]))
         return ids
 
     def _batch(self, ready: Many[Sequence]) -> tuple[_Batch, list[int]]:
@@ -294,19 +302,20 @@ class Engine:
 
         A request whose prompt is done becomes as many sequences as are asked for.
         """
-        by_request: dict[Request, dict[Sequence, int]] = {}
+        rows_of: dict[Request, list[int]] = {}
         for row, sequence in enumerate(ready):
-            by_request.setdefault(sequence.request, {})[sequence] = row
+            rows_of.setdefault(sequence.request, []).append(row)
         batch, rows = _Batch([], [], goes_on=True), []
-        for request, row_of in by_request.items():
+        for request, own in rows_of.items():
             if len(request.sequences) < request.num_sequences:
-                own = list(row_of.values()) * request.num_sequences
+                own *= request.num_sequences
                 request.fork()
                 self._memory.fork(request)
                 live = request.sequences
             else:
-                live = [sequence for sequence in request.sequences if sequence in row_of]
-                own = [row_of[sequence] for sequence in live]
+                if len(own) > 1:
+                    own.sort(key=lambda row: ready[row].index)
+                live = [ready[row] for row in own]
             batch.sequences += live
             batch.takers.append((self._choices[request], [sequence.index for sequence in live]))
             rows += own
@@ -321,30 +330,46 @@ class Engine:
             arrived = self._timed(letter.open)
             tokens, logprobs, doubts = ([] if x is None else x.tolist() for x in arrived)
             self._letters.append(letter)
+            now = time.perf_counter()
             news: dict[Request, list[News]] = {}
             for place, sequence in enumerate(batch.sequences):
                 sequence.num_unknown -= 1
-                if not (sequence.is_done or sequence.request.is_over):
-                    own = logprobs[place : place + 1] if logprobs else None
-                    failures: dict[int, Exception] = {0: not_numbers()} if doubts and doubts[place] else {}
-                    one = News(sequence, tokens[place : place + 1], own, failures)
-                    news.setdefault(sequence.request, []).append(one)
-            self._take_all(news)
+                request = sequence.request
+                if sequence.is_done or request.is_over:
+                    continue
+                self._changed[request] = None
+                logprob, fails = logprobs[place] if logprobs else None, bool(doubts) and doubts[place]
+                if fails or not self._take_quickly(sequence, tokens[place], logprob, now):
+                    failures: dict[int, Exception] = {0: not_numbers()} if fails else {}
+                    one = News(sequence, [tokens[place]], None if logprob is None else [logprob], failures)
+                    news.setdefault(request, []).append(one)
+            self._take_all(news, now)
 
-    def _take_all(self, news: dict[Request, list[News]]) -> None:
-        """Takes in the tokens of a step."""
-        now, gaps = time.perf_counter(), Counter[float]()
+    def _take_quickly(self, sequence: Sequence, token: int, logprob: float | None, now: float) -> bool:
+        """Takes in a token that is neither the first nor the last of a request's only text; False: it may be that."""
+        request = sequence.request
+        if request.num_sequences > 1 or not sequence.times:
+            return False
+        choice = self._choices[request]
+        if not choice.options.stops.surely_goes_on(token, len(sequence.tokens) + 1):
+            return False
+        self._gaps[now - sequence.times[-1]] += 1
+        sequence.append(token, logprob, now)
+        choice.settle()
+        self._num_read += 1
+        return True
+
+    def _take_all(self, news: dict[Request, list[News]], now: float) -> None:
+        """Takes in tokens that have come now."""
         for request, each in news.items():
-            self._take(request, each, now, gaps)
-        for seconds, count in gaps.items():
-            self.metrics.note_token_gap(seconds, count)
+            self._take(request, each, now)
 
-    def _take(self, request: Request, news: list[News], now: float, gaps: Counter[float]) -> None:
+    def _take(self, request: Request, news: list[News], now: float) -> None:
         """Takes in tokens of a request's sequences."""
         self._changed[request] = None
         try:
             for one in news:
-                self._append(one, now, gaps)
+                self._append(one, now)
             self._choices[request].settle()
         except Exception as error:  # of its criteria, say: the other requests have nothing to do with it
             self._end(request, Status.FAILED, error)
@@ -356,7 +381,7 @@ class Engine:
             self._memory.leave(done)
             self._steady = None
 
-    def _append(self, news: News, now: float, gaps: Counter[float]) -> None:
+    def _append(self, news: News, now: float) -> None:
         """Takes in a sequence's tokens up to its end.
 
         Raises:
@@ -369,7 +394,7 @@ class Engine:
         self._num_read += len(kept)
         for place, token in enumerate(kept):
             if sequence.times:
-                gaps[now - sequence.times[-1]] += 1
+                self._gaps[now - sequence.times[-1]] += 1
             elif sequence.index == 0:
                 self.metrics.note_first_token(now - sequence.request.arrived_at)
                 self.metrics.asked_tokens += len(sequence.request.prompt)
@@ -402,6 +427,8 @@ class Engine:
         metrics, groups = self.metrics, self._forwards.cache.pool.all_groups()
         num_rows = self._forwards.num_rows
         metrics.note_step(self._num_prompt, self._num_read, num_rows, seconds, seconds - self._seconds_away)
+        for gap, count in self._gaps.items():
+            metrics.note_token_gap(gap, count)
         metrics.waiting, metrics.running = self.scheduler.num_waiting, self.scheduler.num_running
         metrics.blocks_used = sum(group.manager.num_used for group in groups)
         metrics.blocks_cached = sum(group.manager.num_cached for group in groups)

@@ -16,9 +16,9 @@ from ..compat import CACHE_NAME
 from ..generation.step import makes_stock_steps
 from ..modeling.head_input import HeadInput
 from ..modeling.model_state import why_not_together
-from ..modeling.step_graph import MAX_ROWS
+from ..modeling.step_graph import MAX_PACKED_ROWS
 from ..ops.dispatch import uses_triton
-from ..ops.transfer import to_device
+from ..ops.transfer import ints_to_device
 
 _ONE_TOKEN = TokenTree.chain(0)
 
@@ -96,15 +96,15 @@ class RowForwards:
             `[len(wanted), vocabulary]`.
         """
         before = self.cache.lengths
-        places = [torch.arange(start, start + n) for start, n in zip(before, q_lens, strict=True) if n]
-        positions = torch.cat(places).to(self.device, non_blocking=True)
-        keep = to_device(list(wanted), self.device, torch.int64)
-        dim = 1 if self.captures and len(tokens) <= MAX_ROWS else 0  # few tokens: a row of the batch for each
+        places = [place for start, n in zip(before, q_lens, strict=True) for place in range(start, start + n)]
+        positions, keep = ints_to_device(places, self.device), ints_to_device(wanted, self.device)
+        captures = self.captures and len(tokens) <= MAX_PACKED_ROWS and not self._model._hf_turbo.steps.is_refused
+        dim = 1 if captures else 0  # a row of the batch for each token
         kwargs: dict[str, Any] = {"input_ids": tokens.unsqueeze(dim), "position_ids": positions.unsqueeze(dim)}
         picks = self._picks_logits and dim == 0
         if picks:
             kwargs["logits_to_keep"] = keep
-        with self._of_rows(packed=list(q_lens)):
+        with self._of_rows(packed=list(q_lens), wanted=list(wanted)):
             logits = self._forward(kwargs)
         self.cache.keep([start + n for start, n in zip(before, q_lens, strict=True)])
         if picks:
@@ -112,7 +112,8 @@ class RowForwards:
         if self.watch is not None and self.watch.value is not None:
             hidden = self.watch.value
             self.watch.value = hidden.reshape(1, -1, hidden.shape[-1]).index_select(1, keep)
-        return logits.reshape(-1, logits.shape[-1]).index_select(0, keep)
+        rows = logits.reshape(-1, logits.shape[-1])
+        return rows if len(rows) == len(wanted) else rows.index_select(0, keep)  # a captured step gives no others
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """One token of every row, int64 `[rows]`: a decode step. Returns logits `[rows, vocabulary]`."""
@@ -133,10 +134,10 @@ class RowForwards:
         Returns:
             `[rows, nodes, vocabulary]`.
         """
-        lengths = to_device(self.cache.lengths, self.device)
+        lengths = ints_to_device(self.cache.lengths, self.device)
         positions = lengths.unsqueeze(1) + tree.tensors(self.device).depths
         if last_positions is not None:
-            positions = torch.minimum(positions, to_device(list(last_positions), self.device).unsqueeze(1))
+            positions = torch.minimum(positions, ints_to_device(last_positions, self.device).unsqueeze(1))
         kwargs = {"input_ids": tokens.reshape(-1, 1), "position_ids": positions.reshape(-1, 1)}
         with self._of_rows(tree=tree):
             return self._forward(kwargs).view(*tokens.shape, -1)
@@ -157,10 +158,12 @@ class RowForwards:
         return output.logits
 
     @contextmanager
-    def _of_rows(self, tree: TokenTree | None = None, packed: list[int] | None = None) -> Iterator[None]:
+    def _of_rows(
+        self, tree: TokenTree | None = None, packed: list[int] | None = None, wanted: list[int] | None = None
+    ) -> Iterator[None]:
         layout = self.cache.layout
-        layout.tree, layout.packed, layout.only_ones_follow = tree, packed, True
+        layout.tree, layout.packed, layout.wanted, layout.only_ones_follow = tree, packed, wanted or [], True
         try:
             yield
         finally:
-            layout.tree, layout.packed, layout.only_ones_follow = None, None, False
+            layout.tree, layout.packed, layout.wanted, layout.only_ones_follow = None, None, [], False

@@ -40,6 +40,7 @@ class Manager:
         generation_config: of requests that say nothing else; None for the model's own.
         continuous_batching_config: how much is done at once.
         make_engine: makes the engine; another one in tests.
+        reads_along: as of `limits_of`.
 
     Raises:
         ValueError: a value of the config that is not allowed.
@@ -52,10 +53,11 @@ class Manager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         make_engine: Callable[[Any, EngineLimits], Any] | None = None,
+        reads_along: bool = True,
     ) -> None:
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         self._handle: PatchHandle = model._hf_turbo
-        self.limits = limits_of(self.continuous_batching_config, self._handle, model.device.type)
+        self.limits = limits_of(self.continuous_batching_config, self._handle, model.device.type, reads_along)
         self.model = model.eval()
         self.generation_config = generation_config
         self.warmed_up = False

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from ..cache.block_group import GROWTH
 from ..cache.block_pool import BlockPool
 from ..cache.layer_group import LayerGroup
 from ..ops.kv_format import WIDE_BEHIND, end_of_codes
 from .forwards import RowForwards
 from .limits import EngineLimits
 from .request import Request, Sequence
+
+#: The share of itself by which a group of blocks grows while an engine uses it.
+_GROWTH = 1 / 2
 
 #: Whether the model has changed is looked at when nothing runs, and while something does once in so many seconds.
 _LOOK_EVERY = 1.0
@@ -37,6 +41,8 @@ class CacheMemory:
         self._pool: BlockPool = forwards.cache.pool
         self._longest = limits.max_tokens
         self._size_before = self._pool.size
+        for group in self._pool.all_groups():
+            group.growth = _GROWTH
         self._keeps_texts = limits.prefix_cache
         #: Bytes that blocks in use may take, those of other caches on the model's pool included.
         self.capacity = _capacity(limits, self._pool, forwards.device)
@@ -51,7 +57,7 @@ class CacheMemory:
     @property
     def used(self) -> int:
         """Bytes of blocks that somebody holds."""
-        return sum(group.manager.num_used * group.block_bytes for group in self._pool.all_groups())
+        return sum([group.manager.num_used * group.block_bytes for group in self._pool.all_groups()])
 
     @property
     def available(self) -> int:
@@ -60,7 +66,7 @@ class CacheMemory:
     @property
     def has_room_for_step(self) -> bool:
         """Whether every row surely has room for two more tokens."""
-        block = sum(group.block_bytes for group in self._pool.all_groups())
+        block = sum([group.block_bytes for group in self._pool.all_groups()])
         return 2 * len(self.rows) * block <= self.available
 
     def cost(self, sequence: Sequence, num_tokens: int) -> int:
@@ -68,9 +74,12 @@ class CacheMemory:
 
         Of a block that the texts of one request share and are about to write to, the last of them keeps the original.
         """
-        groups, live = self._forwards.cache.groups.values(), sequence.request.live
-        copies = bool(live) and sequence is not live[-1]
-        return sum(self._cost(group, sequence.row, sequence.num_cached, num_tokens, copies) for group in groups)
+        groups, request = self._forwards.cache.groups.values(), sequence.request
+        copies = len(request.sequences) > 1 and any(last is not sequence for last in request.live[-1:])
+        total = 0
+        for group in groups:
+            total += self._cost(group, sequence.row, sequence.num_cached, num_tokens, copies)
+        return total
 
     def can_ever_hold(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether so many tokens of so many sequences fit with nothing else there."""
@@ -122,6 +131,8 @@ class CacheMemory:
 
     def close(self) -> None:
         """Gives up what is kept, and the memory that has been taken since."""
+        for group in self._pool.all_groups():
+            group.growth = GROWTH
         self._pool.let_keep(0)
         self._pool.shrink(self._size_before)
 
@@ -190,6 +201,8 @@ class CacheMemory:
             held = table.first[row] + len(table.rows[row])
             writes_to_last = bool(copies and length % blocks.block_size and table.rows[row])
             is_shared = writes_to_last and blocks.manager.is_shared(table.rows[row][-1])
+            if table.codes is None and not is_shared and length + num_tokens <= held * blocks.block_size:
+                return 0
         missing = max(table.num_blocks(length + num_tokens) - held, 0)
         if group.sliding_window is not None:
             missing = min(missing, table.num_blocks(group.sliding_window + self._longest) + 1)

@@ -39,25 +39,25 @@ class Submission:
     streaming: bool = False
     record_timestamps: bool = False
     was_refused: bool = False
+    #: The ids of the request's sequences, as Transformers names them.
+    names: list[str] = field(init=False)
     _num_told: list[int] = field(default_factory=list)
     _ended: set[int] = field(default_factory=set)
     _began_at: float = -1.0
 
     def __post_init__(self) -> None:
-        self._num_told = [0 for _ in self.names]
-
-    @property
-    def names(self) -> list[str]:
-        """The ids of the request's sequences, as Transformers names them."""
         first = self.request.id
-        return [first, *(f"{first}__child#{i}" for i in range(self.request.num_sequences - 1))]
+        self.names = [first, *(f"{first}__child#{i}" for i in range(self.request.num_sequences - 1))]
+        self._num_told = [0 for _ in self.names]
 
     def news(self) -> list[GenerationOutput]:
         """What there is to tell since the last call: new tokens where they are streamed, and ends."""
         now, request = time.perf_counter(), self.request
         if self._began_at < 0 and request.status != Status.WAITING:
             self._began_at = now
-        outputs = []
+        outputs: list[GenerationOutput] = []
+        if not (self.streaming or request.is_over or any(sequence.is_done for sequence in request.sequences)):
+            return outputs
         for index, name in enumerate(self.names):
             if index in self._ended:
                 continue

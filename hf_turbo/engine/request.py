@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from typing import Any
 
 
@@ -53,7 +54,7 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Tokens that must be computed before the next one can be chosen; 1 for a text that is being continued."""
-        return self.length - self.num_cached
+        return len(self.tokens) + self.num_unknown - self.num_cached
 
     @property
     def held_row(self) -> int:
@@ -75,8 +76,7 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """Whether it has as many tokens as it may get, the last of which may not be known yet."""
-        left = self.num_left
-        return left is not None and left <= 0
+        return len(self.tokens) + self.num_unknown >= self.request.max_length
 
     def append(self, token: int, logprob: float | None, when: float) -> None:
         """Takes in one more token that has been said."""
@@ -124,6 +124,8 @@ class Request:
     #: Prompt tokens that were found in the cache.
     num_found: int = 0
     arrived_at: float = field(default_factory=time.perf_counter)
+    #: Tokens of each text at most, the prompt's included; infinite without a limit.
+    max_length: float = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -132,6 +134,7 @@ class Request:
             raise ValueError(f"num_sequences is at least 1, not {self.num_sequences}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is at least 1, or None for no limit; not {self.max_new_tokens}")
+        self.max_length = inf if self.max_new_tokens is None else len(self.prompt) + self.max_new_tokens
         if not self.sequences:
             self.sequences = [Sequence(self, tokens=list(self.prompt))]
 
@@ -148,6 +151,4 @@ class Request:
         """Makes the one sequence the first of as many as are asked for, each with the same tokens."""
         first = self.sequences[0]
         for index in range(1, self.num_sequences):
-            self.sequences.append(
-                Sequence(self, index, list(first.tokens), first.num_unknown, first.num_cached)
-            )
+            self.sequences.append(Sequence(self, index, list(first.tokens), first.num_unknown, first.num_cached))

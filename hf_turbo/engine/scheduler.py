@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .request import Request, Sequence, Status
 
@@ -44,8 +44,7 @@ class Memory(Protocol):
         """Gives up all that a request holds, if anything, and sets its sequences' `num_cached` to 0."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What a sequence gets to compute in a step."""
 
     sequence: Sequence
@@ -147,29 +146,33 @@ class Scheduler:
                 read them and plan again.
         """
         draft = _Draft(self._memory, budget=self._max_tokens)
+        behind: list[Request] = []
         for request in self.running:
-            if request.status is Status.RUNNING and _decodes(request):
-                self._decode(request, draft)
+            if request.status is not Status.RUNNING:
+                continue  # it was preempted on the way
+            live = request.live
+            if _decode_next(live):
+                self._decode(request, live, draft)
+            else:
+                behind.append(request)
         if draft.shares and self._max_chunk is not None:
             draft.budget = min(draft.budget, self._max_chunk)
-        for request in self.running:
+        for request in behind:
             # Whatever is preempted on the way comes later in this loop.
-            if request.status is Status.RUNNING and not _decodes(request):
+            if request.status is Status.RUNNING:
                 self._catch_up(request, draft)
         if not draft.preempted:
-            self._admit(draft)
-        shares = [share for of_request in draft.shares.values() for share in of_request]
-        return Plan(shares, draft.preempted, draft.failed)
+            self._admit(sum(request.status is Status.RUNNING for request in behind), draft)
+        return Plan(draft.shares, draft.preempted, draft.failed)
 
-    def _decode(self, request: Request, draft: _Draft) -> None:
-        """One token for each of a request's sequences, all or none.
+    def _decode(self, request: Request, live: list[Sequence], draft: _Draft) -> None:
+        """One token for each of a request's live sequences, all or none.
 
         Where memory lacks, the last in order give theirs, down to the request itself.
         """
-        shares = [Share(sequence, 1) for sequence in request.live]
-        if not shares:
+        if not live:
             return  # its last tokens are to be read
-        while (cost := draft.cost(shares)) > draft.memory_left:
+        while (cost := draft.cost(live, 1)) > draft.memory_left:
             if self._is_alone(request):
                 self._fail(request, cost, draft)
                 return
@@ -177,7 +180,7 @@ class Scheduler:
             self._preempt(last, draft)
             if last is request:
                 return
-        draft.give(request, shares, cost)
+        draft.give(request, live, 1, cost)
 
     def _catch_up(self, request: Request, draft: _Draft) -> None:
         """Chunks of what a request's sequences miss, as the budget and the memory allow.
@@ -194,20 +197,21 @@ class Scheduler:
             while not (num_tokens := draft.fitting(sequence, wanted)) and self._running[-1] is not request:
                 self._preempt(self._running[-1], draft)
             if num_tokens:
-                shares = [Share(sequence, num_tokens)]
-                draft.give(request, shares, draft.cost(shares))
-        if self._is_alone(request) and request not in draft.shares:
+                draft.give(request, [sequence], num_tokens, draft.cost([sequence], num_tokens))
+        if self._is_alone(request) and not draft.shares:
             needed = min(self._memory.cost(sequence, 1) for sequence in live if sequence.num_missing > 1)
             self._fail(request, needed, draft)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, num_behind: int, draft: _Draft) -> None:
         """Lets waiting requests run, in order, until one does not fit.
 
         Nothing overtakes that one: it might wait for ever. Where nothing runs the first is let in even if it fits in
         part only, as no more memory will come: a text without a limit may yet end in time. One whose beginning is just
         being computed waits for that, too: what it would gain by running now is computed anyway.
+
+        Args:
+            num_behind: running requests of which a prompt is under way.
         """
-        num_behind = sum(not _decodes(request) for request in self._running)
         while self._waiting and draft.budget:
             request = self._waiting[0]
             if self._num_rows() + request.num_sequences > self._max_rows:
@@ -219,11 +223,12 @@ class Scheduler:
             self._waiting.remove(request)
             insort(self._running, request, key=_place)
             request.status = Status.RUNNING
-            num_behind += not _decodes(request)
-            if not _decodes(request):
+            live = request.live
+            if not _decode_next(live):
+                num_behind += 1
                 self._catch_up(request, draft)
-            elif len(request.live) <= draft.budget:  # or in the next step
-                self._decode(request, draft)
+            elif len(live) <= draft.budget:  # or in the next step
+                self._decode(request, live, draft)
             if request.status is Status.RUNNING:
                 draft.keep(request, self._needed(request))
 
@@ -242,9 +247,10 @@ class Scheduler:
             if request is refused and num_behind == num_behind_then and room <= room_then:
                 return False
         found = self._memory.find(request)
-        # What was found is no part of the memory left any more.
+        draft.look_again()  # what was found is no part of the memory left any more
         if self._running and self._needed(request) > draft.memory_left:
             self._memory.release(request)
+            draft.look_again()
             self._refused = request, num_behind, room
             return False
         self._refused = None
@@ -257,6 +263,7 @@ class Scheduler:
         _check_read(request)
         draft.take_back(request)
         self._memory.release(request)
+        draft.look_again()
         self._running.remove(request)
         insort(self._waiting, request, key=_place)
         request.status = Status.WAITING
@@ -274,6 +281,7 @@ class Scheduler:
         )
         request.status = Status.FAILED
         self.remove(request)
+        draft.look_again()
         draft.failed.append(request)
 
     def _never_fits(self, request: Request) -> str | None:
@@ -309,32 +317,41 @@ class _Draft:
 
     def __init__(self, memory: Memory, budget: int) -> None:
         self.budget = budget
-        self.shares: dict[Request, list[Share]] = {}
+        self.shares: list[Share] = []
         self.preempted: list[Request] = []
         self.failed: list[Request] = []
         self._memory = memory
+        self._available = memory.available
         self._costs: dict[Request, int] = {}
         self._spent = 0
 
     @property
     def memory_left(self) -> int:
         """Units that are available and neither taken by a share nor kept for a request."""
-        return self._memory.available - self._spent
+        return self._available - self._spent
 
-    def cost(self, shares: list[Share]) -> int:
-        """Units that shares will take."""
-        return sum(self._memory.cost(share.sequence, share.num_tokens) for share in shares)
+    def look_again(self) -> None:
+        """Memory has been taken or given up."""
+        self._available = self._memory.available
+
+    def cost(self, sequences: list[Sequence], num_tokens: int) -> int:
+        """Units that so many tokens of each sequence will take."""
+        total = 0
+        for sequence in sequences:
+            total += self._memory.cost(sequence, num_tokens)
+        return total
 
     def fitting(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of so many tokens the memory left has room for."""
         left = self.memory_left
         return bisect_right(range(1, num_tokens + 1), left, key=lambda number: self._memory.cost(sequence, number))
 
-    def give(self, request: Request, shares: list[Share], cost: int) -> None:
-        self.shares.setdefault(request, []).extend(shares)
+    def give(self, request: Request, sequences: list[Sequence], num_tokens: int, cost: int) -> None:
+        """Gives so many tokens to each of these sequences of a request."""
+        self.shares += [Share(sequence, num_tokens) for sequence in sequences]
         self._costs[request] = self._costs.get(request, 0) + cost
         self._spent += cost
-        self.budget -= sum(share.num_tokens for share in shares)
+        self.budget -= num_tokens * len(sequences)
 
     def keep(self, request: Request, cost: int) -> None:
         """Leaves a request so much of the memory, of which its shares are a part."""
@@ -343,7 +360,7 @@ class _Draft:
 
     def take_back(self, request: Request) -> None:
         """Undoes what a request was given, except for the budget."""
-        self.shares.pop(request, None)
+        self.shares = [share for share in self.shares if share.sequence.request is not request]
         self._spent -= self._costs.pop(request, 0)
 
 
@@ -352,9 +369,9 @@ def _place(request: Request) -> tuple[int, int]:
     return -request.priority, request.order
 
 
-def _decodes(request: Request) -> bool:
-    """Whether each of its sequences misses one token only, the last, after which the next one is chosen."""
-    return all(sequence.num_missing == 1 for sequence in request.live)
+def _decode_next(live: list[Sequence]) -> bool:
+    """Whether each of a request's live sequences misses one token only, the last, after which the next is chosen."""
+    return not [sequence for sequence in live if sequence.num_missing != 1]
 
 
 def _check_read(request: Request) -> None:

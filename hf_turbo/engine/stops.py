@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import torch
 from transformers import StoppingCriteriaList
@@ -27,11 +28,17 @@ class Stops(TokenStops):
         self._rules = StopRules(criteria, device)
         #: An extra call of every criterion goes unnoticed.
         self.are_known = criteria_are_known(criteria)
+        #: Whether a criterion looks at more than the last token and the length.
+        self.read_text = self._rules.reads_sequences
+        #: Shorter texts go on unless their last token ends them.
+        self._quiet_below = 0.0 if self.read_text else min(self._rules.next_notice, self.max_length or inf)
 
-    @property
-    def read_text(self) -> bool:
-        """Whether a criterion looks at more than the last token and the length."""
-        return self._rules.reads_sequences
+    def surely_goes_on(self, token: int, length: int) -> bool:
+        """Whether a text of so many tokens, this one the last, goes on, and `keep` has nothing to say of it.
+
+        The quick way for the many tokens of which that is so.
+        """
+        return length < self._quiet_below and token not in self._eos
 
     def keep(self, new: list[int], length: int, text: Callable[[int], torch.Tensor]) -> tuple[list[int], bool]:
         """Those of a text's new tokens that are before its end, its last one included, and whether it has ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -70,6 +71,12 @@ class StopRules:
     def reads_sequences(self) -> bool:
         """Whether a criterion looks at more than the last token."""
         return bool(self._others)
+
+    @property
+    def next_notice(self) -> float:
+        """Columns of the shortest text for which `remind` does something; infinite where it never does."""
+        limits = (c.max_position_embeddings for c in self._lengths)
+        return min((limit + 1 for limit in limits if limit is not None), default=inf)
 
     def is_last(self, length: int) -> bool:
         """Whether a text of so many columns is as long as it may be."""

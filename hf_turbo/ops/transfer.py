@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,3 +16,10 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     so the host's tensor may go at once.
     """
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+def ints_to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The same for a flat sequence of whole numbers, as int64: several times as quick, for what every step sends."""
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device, non_blocking=True)

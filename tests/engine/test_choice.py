@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from helpers import prompt, twins
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    EosTokenCriteria,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
@@ -24,6 +27,7 @@ from hf_turbo.engine import choice as choice_module
 from hf_turbo.engine.choice import Chooser, RequestChoice
 from hf_turbo.engine.merging import pad_texts
 from hf_turbo.engine.options import RequestOptions
+from hf_turbo.engine.stops import Stops
 
 CPU = torch.device("cpu")
 VOCABULARY = 128
@@ -455,6 +459,23 @@ def test_new_tokens_are_kept_up_to_the_end():
     assert choice.keep(0, [5, 9, 6], len(ids)) == ([5, 9], True)
     assert choice.keep(0, [5, 6, 8], len(ids) + 2) == ([5, 6], True)
     assert choice.ends(0, [*ids, 5, 7]) and not choice.ends(0, [*ids, 5, 5])
+
+
+def test_texts_that_surely_go_on_are_those_of_which_there_is_nothing_to_say():
+    num_prompt = len(ids_of(0))
+    stops = choice_of(ids_of(0), eos_token_id=[7, 9], max_new_tokens=4).options.stops
+    seen = set()
+    for token, length in product((5, 7, 9), range(num_prompt + 1, num_prompt + 7)):
+        has_ended = stops.keep([token], length - 1, lambda end: None)[1]
+        assert stops.surely_goes_on(token, length) == (not has_ended)
+        seen.add(has_ended)
+    assert seen == {False, True}
+    endless = Stops(StoppingCriteriaList([EosTokenCriteria(7)]), CPU)
+    assert endless.surely_goes_on(5, 10**9) and not endless.surely_goes_on(7, 10)
+    # Transformers says something of the text that is one token longer than the model was made for.
+    warned = Stops(StoppingCriteriaList([MaxLengthCriteria(50, max_position_embeddings=20)]), CPU)
+    assert warned.surely_goes_on(5, 20) and not warned.surely_goes_on(5, 21)
+    assert not Stops(StoppingCriteriaList([StopsAtSum()]), CPU).surely_goes_on(5, 10)
 
 
 def test_criteria_read_the_text_up_to_each_token():

@@ -358,6 +358,46 @@ def test_a_prompt_takes_the_memory_of_who_came_later(goes_ahead):
     check_idle(engine, model)
 
 
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_every_token_is_counted_once(goes_ahead):
+    stock, model = twins("llama", 16)
+    asks = [
+        Ask(prompt(1, 5 + i, seed=i)[0].tolist(), {"max_new_tokens": 3 + 4 * i, "do_sample": False}) for i in (0, 1, 2)
+    ]
+    asks += [
+        Ask(asks[0].prompt, {"max_new_tokens": 6, "do_sample": True, "seed": 3, "num_return_sequences": n})
+        for n in (1, 2)
+    ]
+    engine = Engine(model, limits(goes_ahead=goes_ahead))
+
+    def nothing_is_kept_to_be_taken_back():
+        assert all(len(choice._before) <= 2 for choice in engine._choices.values())
+
+    requests = run(engine, model, asks, nothing_is_kept_to_be_taken_back)
+    check(stock, asks, requests)
+    texts = [sequence.new_tokens for request in requests for sequence in request.sequences]
+    metrics = engine.metrics
+    assert metrics.decoded_tokens == sum(map(len, texts))
+    assert metrics.first_token.count == len(requests)
+    assert metrics.token_gap.count == sum(len(text) - 1 for text in texts)
+    check_idle(engine, model)
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_texts_that_part_take_no_more_than_there_is(goes_ahead):
+    """Each needs a block of its own when it goes on after the prompt that it shares."""
+    stock, model = twins("llama", 16)
+    sampled = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3}
+    asks = [Ask(prompt(1, 9, seed=i)[0].tolist(), {**sampled, "seed": i}) for i in range(3)]
+    engine = Engine(model, limits(goes_ahead=goes_ahead, num_blocks=4, max_rows=9))
+
+    def fits():
+        assert engine._memory.used <= engine._memory.capacity
+
+    check(stock, asks, run(engine, model, asks, fits))
+    check_idle(engine, model)
+
+
 def test_int4_weights():
     """A quantized model's texts are those that it gives alone."""
     model = build("llama", hidden_size=64, intermediate_size=128)

@@ -25,7 +25,8 @@ def test_every_field_of_transformers_config_is_decided_on():
 
 def test_limits_are_what_the_config_says(handle):
     assert limits_of(ContinuousBatchingConfig(), handle, "cpu") == EngineLimits()
-    assert limits_of(ContinuousBatchingConfig(), handle, "cuda").max_chunk == 256
+    assert limits_of(ContinuousBatchingConfig(), handle, "cuda").max_chunk == 192
+    assert limits_of(ContinuousBatchingConfig(), handle, "cuda", reads_along=False).max_chunk is None
     config = ContinuousBatchingConfig(
         max_batch_tokens=64, max_requests_per_batch=8, num_blocks=3, max_memory_percent=0.5, use_async_batching=False,
         seed=3, return_logprobs=True, allow_block_sharing=False,
