@@ -136,15 +136,19 @@ class WatchedEngine(Engine):
 Measure = Callable[[Any, Variant, argparse.Namespace], list[Load]]
 
 
-def own_manager(model: Any, variant: Variant) -> tuple[Manager, dict[str, Any]]:
-    """A manager of a patched model, which has its engine; and the engine's limits."""
+def own_manager(model: Any, variant: Variant, reads_along: bool = True) -> tuple[Manager, dict[str, Any]]:
+    """A manager of a patched model, which has its engine; and the engine's limits.
+
+    Args:
+        reads_along: as of `Manager`; False is what `generate_batch` does.
+    """
     used: list[EngineLimits] = []
 
     def make(model: Any, limits: EngineLimits) -> Engine:
         used.append(replace(limits, **variant.limits))
         return WatchedEngine(model, used[0])
 
-    manager = Manager(model, greedy(), make_engine=make)
+    manager = Manager(model, greedy(), make_engine=make, reads_along=reads_along)
     manager.warmup()
     return manager, asdict(used[0])
 
@@ -192,9 +196,10 @@ def throughput(model: Any, variant: Variant, args: argparse.Namespace) -> list[L
 
     figures: dict[str, Any] = {}
     seen: set[str] = set()
+    manager = None
     began = time.perf_counter()
     if variant.is_ours:
-        manager, figures["limits"] = own_manager(model, variant)
+        manager, figures["limits"] = own_manager(model, variant, reads_along=False)
         manager.start()
         manager.stop(keep_for_next_session=True)
         config = None
@@ -207,13 +212,14 @@ def throughput(model: Any, variant: Variant, args: argparse.Namespace) -> list[L
         if not variant.is_ours:
             hook.remove()
             figures["attention"] = ", ".join(sorted(seen))
-        speeds, calls = [], []
+        speeds, calls, before = [], [], counts(manager)
         for repeat in range(args.repeats):
             jobs = load(repeat + 1)
             began = time.perf_counter()
             outputs = batch(model, jobs, config)
             calls.append(time.perf_counter() - began)
             speeds.append(speed(began, outputs))
+        figures |= counted(manager, before)
     finally:
         model.destroy_cached_continuous_batching_manager()
         clean(model.device)

@@ -18,7 +18,9 @@ from .block_manager import BlockManager
 from .prefix_index import PrefixIndex
 
 #: A pool that must grow takes this share of itself beyond what is needed now: few segments, little slack.
-_GROWTH = 1 / 16
+GROWTH = 1 / 16
+#: Slack that is more than that leaves others three quarters of what the device has free.
+_SHARE_OF_FREE = 1 / 4
 _MIN_SEGMENT = 8
 #: An idle pool of more segments than this is made anew as one.
 _MANY_SEGMENTS = 32
@@ -131,6 +133,9 @@ class BlockGroup:
         self.sliding_window = sliding_window
         self.index = index
         self.manager = BlockManager()
+        #: The share of itself that the group takes beyond what is needed when it grows. An engine's are larger: on a
+        #: GPU every new segment is 10 ms in which nobody gets a token.
+        self.growth = GROWTH
         #: The newest store of each layer.
         self.stores: dict[int, LayerStore] = {}
         #: Whether fresh prompts are attended to through their blocks, which then must hold all of the prompt, also
@@ -190,7 +195,16 @@ class BlockGroup:
                 self.manager.drop_free_segments()
                 self.manager.add_segment(total + missing)
             else:
-                self.manager.add_segment(max(missing + int(total * _GROWTH), _MIN_SEGMENT))
+                self.manager.add_segment(max(missing + self._slack(total), _MIN_SEGMENT))
+
+    def _slack(self, total: int) -> int:
+        """Blocks to take beyond those that are missing now."""
+        least, most = int(total * GROWTH), int(total * self.growth)
+        device = next((store.device for store in self.stores.values()), None)
+        if most == least or device is None or device.type != "cuda":
+            return most
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(least, min(most, int(free * _SHARE_OF_FREE) // self.block_bytes))
 
     def retain(self, ids: list[int]) -> None:
         with self._lock:

@@ -145,6 +145,8 @@ def choose_config(
 
     while shared_memory() > facts.shared_memory and config.num_stages > 2:
         config = replace(config, num_stages=config.num_stages - 1)
+    while shared_memory() > facts.shared_memory and config.tile > 32:
+        config = replace(config, tile=config.tile // 2)
     while shared_memory() > facts.shared_memory and config.block_m > 16:
         config = replace(config, block_m=config.block_m // 2)
     return config

@@ -248,3 +248,13 @@ def test_copies_of_a_pool_are_empty(again):
     pool.group(None).allocate(3)
     other = again(pool)
     assert other.block_size == SIZE and other.groups == {} and other.lock is not pool.lock
+
+
+@pytest.mark.parametrize("growth, sizes", [(None, [100, 8]), (0.5, [100, 51])])
+def test_how_much_more_than_needed(group, growth, sizes):
+    if growth is not None:
+        group.growth = growth
+    group.ensure_free(100)
+    group.allocate(100)
+    group.allocate(1)
+    assert group.manager.segment_sizes == sizes
