@@ -27,7 +27,7 @@ from .model_state import ModelState, is_watched, why_not_captured
 from .step_graph import Follower, Forward, StepGraph, StepInputs
 
 #: Graphs of one model at most; the one that was not used for longest goes. Requests that come and go need one for each
-#: of 21 numbers of rows, and one for each of 14 sizes of a step with prompts.
+#: of 25 numbers of rows, and one for each of 14 sizes of a step with prompts.
 MAX_GRAPHS = 48
 #: A model that changed so often, each time before so many replays, is not captured any more.
 _MAX_WASTED, _FEW_REPLAYS = 4, 8
@@ -110,8 +110,7 @@ class StepGraphs:
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
         if inputs.num_seqs is None:
-            kind = "decode steps of more than 256 rows" if inputs.num_nodes == 1 else "drafts of more than 512 tokens"
-            self._owner.step_aside(f"{kind} are not captured")
+            self._owner.step_aside("decode steps of more than 512 rows, drafts included, are not captured")
             return None
         device = inputs.tensors["input_ids"].device
         if torch.is_autocast_enabled("cuda"):  # it keeps copies of weights, for longer than a forward

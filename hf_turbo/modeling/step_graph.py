@@ -50,8 +50,8 @@ _SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_r
 
 
 def bucket_of(num_rows: int) -> int | None:
-    """The rows of the graph that serves so many; None for more than 256."""
-    for limit, step in ((8, 1), (64, 8), (256, 32)):
+    """The rows of the graph that serves so many; None for more than 512."""
+    for limit, step in ((8, 1), (64, 8), (256, 32), (512, 64)):
         if num_rows <= limit:
             return -(-num_rows // step) * step
     return None
