@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from steps import Step, decode_steps, own_logits, step
@@ -12,7 +14,7 @@ from hf_turbo.cache.step_cache import StepUnsuited
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import graphs
 from hf_turbo.modeling.fusion import STEP_RULES
-from hf_turbo.modeling.step_graph import StepInputs
+from hf_turbo.modeling.step_graph import StepGraph, StepInputs
 from hf_turbo.ops import dispatch
 from hf_turbo.patching import handle_of
 
@@ -135,6 +137,73 @@ def test_memory_that_was_moved_stays_seen(captures):
     graph._bases = [(0, cache.layers[0].store, 0, 0)]
     graph._versions = {None: -1}
     assert not graph.serves(cache) and not graph.serves(cache)
+
+
+@torch.no_grad()
+def test_a_packed_step_gives_logits_of_the_rows_that_are_wanted():
+    """Other rows each time: the graph reads which."""
+    model = build("llama")
+    prompt, new, q_lens = torch.randint(3, 60, (3, 5)), torch.randint(3, 60, (5,)), [2, 0, 3]
+    texts = [torch.cat([row, more]) for row, more in zip(prompt, new.split(q_lens), strict=True)]
+    expected = torch.cat([model(text[None]).logits[0, 5:] for text in texts])
+    hf_turbo.patch(model, block_size=4)
+    handle, cache = handle_of(model), hf_turbo.paged_cache(model)
+    model(prompt, **{CACHE_NAME: cache})
+    layout, forward = cache.layout, type(model)._hf_turbo_original_class.forward
+    layout.packed, layout.only_ones_follow = q_lens, True
+    positions = torch.tensor([5, 6, 5, 6, 7])
+    kwargs = {"input_ids": new[:, None], "position_ids": positions[:, None], CACHE_NAME: cache}
+    cache.advance()
+    graph = None
+    for wanted in ([1, 4], [0, 2, 3], [], [4]):
+        layout.wanted = wanted
+        inputs = StepInputs.of(kwargs)
+        if graph is None:
+            graph = Step(handle.pool, handle.sliding_windows, STEP_RULES, inputs, dict.fromkeys(cache.groups, 64))
+        graph.load(cache, inputs)
+        output = graph.compute(lambda **k: forward(model, **k))
+        assert output.logits.shape[:2] == (16, 1)  # not the 64 rows of the step
+        logits = graph.result(output, cache, inputs.num_rows).logits
+        torch.testing.assert_close(logits, expected[wanted][:, None], rtol=1e-4, atol=1e-4)
+
+
+def inputs_of(num_rows, **more):
+    return StepInputs({"input_ids": torch.zeros(num_rows, 1, dtype=torch.long)}, (), num_rows, **more)
+
+
+def packed_inputs(num_rows, num_seqs=1):
+    return inputs_of(num_rows, packed=(num_rows,) + (0,) * (num_seqs - 1))
+
+
+@pytest.mark.parametrize(
+    "num_rows, padded", [(1, 64), (64, 64), (65, 128), (512, 512), (513, 768), (1024, 1024), (1900, 2048)]
+)
+def test_packed_steps_have_few_sizes(num_rows, padded):
+    inputs = packed_inputs(num_rows, num_seqs=17)
+    assert inputs.num_seqs == 65 and inputs.padded_rows == padded
+    assert inputs.padded_shape("input_ids") == (padded, 1)
+
+
+def test_larger_packed_steps_are_not_captured():
+    assert packed_inputs(2048, 256).num_seqs == 257
+    assert packed_inputs(2049).num_seqs is None and packed_inputs(300, 257).num_seqs is None
+
+
+def test_which_rows_share_keys_out():
+    """Those of many requests. Each step has counters of its own, which the layers of all windows use in turn."""
+    model = hf_turbo.patch(build("llama"))
+    pool = handle_of(model).pool
+
+    def counters(inputs):
+        groups = StepGraph(pool, [None, 8], STEP_RULES, inputs, {None: 4, 8: 4}).groups
+        one, other = (group.plan.metadata.arrivals for group in groups.values())
+        assert one is other and (one is None or (not one.any() and len(one) == one.numel() >= 1 << 15))
+        return one
+
+    assert counters(inputs_of(8)) is None
+    assert counters(inputs_of(64, tree=SimpleNamespace(num_nodes=4, is_chain=True))) is None
+    many, packed = counters(inputs_of(16)), counters(packed_inputs(3))
+    assert many is not None and packed is not None and many.data_ptr() != packed.data_ptr()
 
 
 def test_a_model_that_keeps_changing_is_left_alone():

@@ -277,6 +277,8 @@ class StepGraph:
         for name, x in output.items():
             if isinstance(x, torch.Tensor):
                 picks = name == "logits" and self.wanted is not None
+                if picks and len(x) != self.num_rows:
+                    raise StepUnsuited("the logits are not a row for each token")
                 output[name] = pick_rows(mode, x, self.wanted) if picks else mode.tensor(x)  # type: ignore[arg-type]
             elif x is not self.cache:
                 raise StepUnsuited(f"the forward's output has a {name} of type {type(x).__name__}")

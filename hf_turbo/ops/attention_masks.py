@@ -67,7 +67,8 @@ def _word_of(word, offset):
 def seen_nodes(
     start, q_position, first_node, node_mask, first_live, end_live, WINDOW: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Which of TILE positions from `start` on the nodes of a tree see, `[rows, TILE]`."""
+    """Which of TILE positions from `start` on the nodes of a tree see, `[rows, TILE]`; TILE is at most 128."""
+    tl.static_assert(TILE <= 128)
     offset = tl.arange(0, TILE)
     word = _seen_word(start, q_position, first_node, node_mask, first_live, end_live, WINDOW)
     words = _word_of(word, offset)

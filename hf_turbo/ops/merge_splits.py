@@ -60,15 +60,16 @@ def split_share(num_tiles, num_splits):
 
 @triton.jit
 def join_splits(
-    partial_ptrs, lse_ptrs, row_mask, out_mask, num_splits, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    partial_ptrs, lse_ptrs, row_mask, out_mask, num_splits,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    """The splits' outputs of a tile of rows, weighted by the exponential of their log-sum-exps."""
+    """WIDTH columns of the splits' outputs of a tile of rows, weighted by the exponential of their log-sum-exps."""
     lse_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for split in range(num_splits):
         lse_max = tl.maximum(lse_max, tl.load(lse_ptrs + split, mask=row_mask, other=float("-inf")))
     shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, padded(V_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for split in tl.range(num_splits, loop_unroll_factor=2):
         weight = tl.exp2(tl.load(lse_ptrs + split, mask=row_mask, other=float("-inf")) - shift)
         partial = tl.load(partial_ptrs + split * V_DIM, mask=out_mask, other=0.0)

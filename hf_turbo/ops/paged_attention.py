@@ -38,6 +38,8 @@ from .work_items import find_item, most_items, seqs_of_a_lookup
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
+#: Columns of an output that are joined at once: more of them, beside the main loop's numbers, would be spilled.
+_JOIN = tl.constexpr(32)
 
 # Strides of the cache come as constants (block, head, row) of a model: their alignment is then known, and the
 # addresses need no multiplications. Signatures and launches are laid out by kind of argument.
@@ -299,10 +301,16 @@ def _paged_attention_kernel(
             tl.debug_barrier()
             if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == live_splits - 1:
                 tl.store(arrived_ptr, 0)
-                joined = join_splits(
-                    partial_ptrs, lse_ptr + partial_row, row_mask, out_mask, live_splits, V_DIM, BLOCK_M
-                )
-                tl.store(out_ptrs, joined.to(out_ptr.dtype.element_ty), mask=out_mask)
+                WIDTH: tl.constexpr = min(padded(V_DIM), _JOIN)
+                offs_j = tl.arange(0, WIDTH)
+                for column in tl.range(0, V_DIM, WIDTH, loop_unroll_factor=1):
+                    join_mask = row_mask[:, None] & (column + offs_j < V_DIM)[None, :]
+                    join_ptrs = partial_ptr + column + partial_row[:, None] * V_DIM + offs_j[None, :]
+                    joined = join_splits(
+                        join_ptrs, lse_ptr + partial_row, row_mask, join_mask, live_splits, V_DIM, WIDTH, BLOCK_M
+                    )
+                    join_out = out_ptr + column + (token * stride_ot + head * stride_oh)[:, None] + offs_j[None, :]
+                    tl.store(join_out, joined.to(out_ptr.dtype.element_ty), mask=join_mask)
     else:
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 

@@ -37,7 +37,8 @@ def find_item(
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1, mask=is_seq, other=0)
     q_len -= tl.load(cu_seqlens_q_ptr + seq, mask=is_seq, other=0)
     row_tiles = tl.cdiv(q_len * GROUP, BLOCK_M)
-    keys = tl.minimum(seq_len, q_len + WINDOW) if WINDOW > 0 else seq_len
+    # Of a window the rows of a tile see a little more than one row does.
+    keys = tl.minimum(seq_len, WINDOW + tl.minimum(q_len, BLOCK_M // GROUP + 2)) if WINDOW > 0 else seq_len
     tiles = tl.where(row_tiles > 0, tl.maximum(tl.cdiv(keys, TILE), 1), 0)
     spare = tl.maximum(num_items - tl.sum(row_tiles, 0), 1)
     share = tl.maximum(tl.cdiv(tl.sum(row_tiles * tiles, 0), spare), tl.cdiv(tl.max(tiles, 0), max_splits))

@@ -30,6 +30,17 @@ def test_same_numbers(name, rules):
     torch.testing.assert_close(pick_rows(mode, logits, rows), HEADS[name](x * 2)[rows])
 
 
+@pytest.mark.parametrize("head", [HEADS["plain"], lambda x: HEADS["plain"](x) * 0.5])
+@pytest.mark.parametrize("shape", [(3, 2, 11), (6, 11)])
+def test_rows_are_of_the_first_dimension(shape, head):
+    """Also where the head computes several rows for each of those, and where its own have another shape."""
+    x, rows = torch.randn(6, 1, 8), torch.tensor([2, 0])
+    mode = DeferredMode(STEP_RULES, x.device)
+    with mode:
+        logits = head(x * 2).view(shape)
+    torch.testing.assert_close(pick_rows(mode, logits, rows), head(x * 2).view(shape)[rows])
+
+
 @pytest.mark.parametrize("name", ["plain", "bias", "soft cap", "scale and cast"])
 def test_no_other_row_is_multiplied(name, monkeypatch):
     x, rows, seen = torch.randn(6, 1, 8), torch.tensor([4, 0]), []

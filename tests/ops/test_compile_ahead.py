@@ -39,7 +39,9 @@ CASES = {
     "decode-crowded": {"heads": (64, 64)},
     "decode-sinks-one-segment": {"dims": (64, 64), "sinks": True, "segments": 1},
     "decode-shared-out": {"shared_out": True},
-    "chunk-shared-out": {"q_len": 512, "shared_out": True},
+    "chunk-shared-out": {"q_len": 128, "shared_out": True},  # of 2,048 tokens in all nothing is split
+    "chunk-d256-shared-out": {"q_len": 128, "heads": (16, 8), "dims": (256, 256), "shared_out": True},
+    "decode-d256-shared-out": {"heads": (16, 8), "dims": (256, 256), "shared_out": True},
     "chunk": {"q_len": 512},
     "chunk-fp32": {"q_len": 512, "dtype": "float32"},
     "chunk-d256-window-cap": {

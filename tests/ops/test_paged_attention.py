@@ -5,9 +5,10 @@ import torch
 from combinations import few
 from oracle import allowed_error, expected, make_case
 
-from hf_turbo.ops.attention_config import AttentionConfig, choose_num_splits
-from hf_turbo.ops.metadata import AttentionMetadata
-from hf_turbo.ops.paged_attention import paged_attention
+from hf_turbo.ops.attention_config import MAX_PARTIALS, AttentionConfig, choose_num_splits
+from hf_turbo.ops.merge_splits import join_splits
+from hf_turbo.ops.metadata import AttentionMetadata, new_arrivals
+from hf_turbo.ops.paged_attention import _grid, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = AttentionConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
@@ -29,15 +30,22 @@ def check(case, config=None):
 CONFIGS = {"plain": SMALL, "peeled": PEELED, "split": SPLIT, "shared out": SPLIT}
 
 
+def shared_out(case, arrivals=None):
+    """The same with counters: programs share the keys out."""
+    arrivals = new_arrivals(torch.device(DEVICE)) if arrivals is None else arrivals
+    return dataclasses.replace(case, metadata=dataclasses.replace(case.metadata, arrivals=arrivals))
+
+
+def check_shared_out(case, config=SPLIT):
+    case = shared_out(case)
+    out = check(case, config)
+    assert not case.metadata.arrivals.any()
+    return out
+
+
 def check_way(case, way):
     """With one of CONFIGS."""
-    if way == "shared out":
-        arrivals = torch.zeros(AttentionMetadata.MAX_ARRIVALS, dtype=torch.int32, device=DEVICE)
-        case = dataclasses.replace(case, metadata=dataclasses.replace(case.metadata, arrivals=arrivals))
-    out = check(case, CONFIGS[way])
-    if way == "shared out":
-        assert not arrivals.any()
-    return out
+    return check_shared_out(case) if way == "shared out" else check(case, CONFIGS[way])
 
 
 @pytest.mark.parametrize("config, block_size", few(CONFIGS, [8, 16, 48, 64]))
@@ -83,6 +91,8 @@ def test_rows_that_see_nothing_are_zero(config, sinks):
     case = make_case([1, 1], [20, 16], sinks=sinks, num_segments=2, device=DEVICE)
     case.metadata.seq_lens[1] = case.metadata.seq_lens_cpu[1] = 0
     case.metadata.block_tables[1] = (1 << 31) - 1
+    if config == "shared out":
+        case = shared_out(case)
     out = torch.full_like(case.q, torch.nan)
     paged_attention(case.q, case.kv, case.metadata, **case.arguments, out=out, config=CONFIGS[config])
     assert (out[1] == 0).all()
@@ -94,6 +104,7 @@ def test_rows_that_see_nothing_are_zero(config, sinks):
 def test_groups(num_heads, num_kv_heads):
     case = make_case([2, 5], [17, 20], num_heads=num_heads, num_kv_heads=num_kv_heads, device=DEVICE)
     check(case, SMALL)
+    check_shared_out(case)
 
 
 SIZES = [(8, 8), (40, 40), (72, 72), (96, 96), (192, 128), (32, 64), (256, 256)]
@@ -103,6 +114,7 @@ SIZES = [(8, 8), (40, 40), (72, 72), (96, 96), (192, 128), (32, 64), (256, 256)]
 def test_head_sizes(dims, dtype):
     case = make_case([2], [19], k_dim=dims[0], v_dim=dims[1], dtype=dtype, num_segments=2, device=DEVICE)
     check(case, SPLIT)
+    check_shared_out(case)
 
 
 @pytest.mark.parametrize("layout", ["hnd", "nhd", "gaps"])
@@ -141,6 +153,8 @@ def test_everything_at_once():
     )
     check(case, dataclasses.replace(PEELED, num_splits=2))
     check(case)
+    check_shared_out(case, dataclasses.replace(PEELED, num_splits=2))
+    check_shared_out(case, None)
 
 
 def test_upper_bound_of_lengths_changes_nothing():
@@ -152,6 +166,11 @@ def test_upper_bound_of_lengths_changes_nothing():
 def test_many_splits_of_a_short_sequence():
     case = make_case([1], [70], device=DEVICE)
     check(case, dataclasses.replace(SMALL, num_splits=67))
+
+
+def test_more_splits_than_are_merged_at_once():
+    case = make_case([1, 1], [640, 90], num_heads=1, num_kv_heads=1, device=DEVICE)
+    check(case, dataclasses.replace(SMALL, num_splits=40))
 
 
 @pytest.fixture
@@ -177,7 +196,21 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("way", ["split", "shared out"])
 def test_splits_without_keys_write_nothing(q_lens, seq_lens, window, way, poisoned):
-    check_way(make_case(q_lens, seq_lens, sliding_window=window, block_size=8, sinks=True, device=DEVICE), way)
+    """Or, with sinks, zeros."""
+    sinks = window is not None
+    check_way(make_case(q_lens, seq_lens, sliding_window=window, block_size=8, sinks=sinks, device=DEVICE), way)
+
+
+def test_first_rows_of_a_prompt_have_splits_without_keys(poisoned):
+    """They have as many as the last ones, which see more."""
+    check_shared_out(make_case([33], [33], device=DEVICE), dataclasses.replace(SPLIT, programs_per_sm=8))
+
+
+@pytest.mark.parametrize("way", ["split", "shared out"])
+def test_splits_of_very_different_scores(way):
+    """Of which those of one would be infinite, by the maximum of another."""
+    case = make_case([1, 1], [130, 100], device=DEVICE)
+    check_way(dataclasses.replace(case, softmax_scale=20.0), way)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -195,9 +228,72 @@ def test_many_sequences_share(num_seqs):
     check_way(case, "shared out")
 
 
-def test_too_few_counters(monkeypatch):
-    monkeypatch.setattr(AttentionMetadata, "MAX_ARRIVALS", 4)
-    check_way(make_case([1, 9], [37, 64], device=DEVICE), "shared out")
+@pytest.mark.parametrize("window", [None, 30])
+def test_rows_of_a_step_that_are_not_used(window):
+    """A step of fixed size: sequences without queries, or without tokens, and one for the rows that are left over."""
+    q_lens, unused = [1, 0, 17, 0, 1, 22], 5
+    options = dict(num_heads=6, sinks=True, sliding_window=window, block_size=8, device=DEVICE)
+    case = make_case(q_lens, [70, 0, 40, 12, 150, 22], **options)
+    case.metadata.seq_lens[unused] = 0
+    case.metadata.block_tables[unused] = (1 << 31) - 1
+    case.values[unused].zero_()
+    check_shared_out(case)
+    check_shared_out(case, dataclasses.replace(PEELED, num_splits=5))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter calls what Python finds")
+def test_only_the_last_to_arrive_joins(monkeypatch):
+    """Who comes sooner would read what others have not written yet, and only then write the same as the last."""
+    joins = []
+
+    def counted(*args):
+        joins.append(args)
+        return join_splits(*args)
+
+    monkeypatch.setattr("hf_turbo.ops.paged_attention.join_splits", counted)
+    check_shared_out(make_case([1, 1], [130, 5], device=DEVICE))
+    assert len(joins) == 2  # KV heads; of the short sequence there is nothing to join
+
+
+def test_no_counter_is_of_two_tiles():
+    """Programs that run at once come in any order. Here each tile of each head has two; other counters are spoilt."""
+    case = shared_out(make_case([1] * 3, [130] * 3, device=DEVICE))
+    mine = torch.tensor([0, 1, 4, 5, 8, 9], device=DEVICE)  # first items 0, 2 and 4, of 2 KV heads each
+    case.metadata.arrivals.fill_(1000).index_fill_(0, mine, 0)
+    check(case, SPLIT)
+    assert not case.metadata.arrivals[mine].any()
+
+
+def test_counters_serve_the_next_layer():
+    case = shared_out(make_case([1, 9, 1], [130, 64, 7], device=DEVICE))
+    assert torch.equal(check(case, SPLIT), check(case, SPLIT))
+
+
+def test_too_few_counters():
+    """None is used: those behind them are others', here of a kernel under way."""
+    counters = torch.full((64,), 1000, dtype=torch.int32, device=DEVICE)
+    counters[:4] = 0
+    check(shared_out(make_case([1, 9], [37, 64], device=DEVICE), counters[:4]), SPLIT)
+    assert not counters[:4].any() and (counters[4:] == 1000).all()
+
+
+@pytest.mark.parametrize("num_tokens, num_splits", [(16, 16), (256, 8), (2048, 1), (3000, 1)])
+def test_what_splits_write_is_bounded(num_tokens, num_splits):
+    """However long the texts are; without a split nothing is written twice."""
+    metadata = AttentionMetadata(
+        block_tables=torch.empty(16, 1, dtype=torch.int32, device="meta"),
+        seq_lens=torch.empty(16, dtype=torch.int32, device="meta"),
+        cu_seqlens_q=torch.empty(17, dtype=torch.int32, device="meta"),
+        max_seqlen_q=num_tokens,
+        max_seqlen_k=100_000,
+        arrivals=torch.empty(AttentionMetadata.MAX_ARRIVALS, device="meta"),
+    )
+    shape = torch.Size([num_tokens, 32, 128])
+    _, splits, lookup = _grid(SMALL, metadata, shape, 8, 132)
+    assert lookup == 128 and splits == num_splits
+    assert splits == 1 or splits * num_tokens <= MAX_PARTIALS
+    too_few = dataclasses.replace(metadata, arrivals=metadata.arrivals[:100])
+    assert _grid(SMALL, too_few, shape, 8, 132)[2] == 0
 
 
 def test_no_queries():
@@ -267,7 +363,8 @@ MODELS = [
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 @pytest.mark.parametrize("dtype, heads, block_size", MODELS, ids=str)
 @pytest.mark.parametrize("lengths", REAL, ids=str)
-def test_real_sizes(dtype, heads, block_size, lengths):
+@pytest.mark.parametrize("way", ["evenly", "shared out"])
+def test_real_sizes(way, dtype, heads, block_size, lengths):
     """The table's own configurations."""
     num_heads, num_kv_heads, k_dim, v_dim = heads
     case = make_case(
@@ -282,7 +379,10 @@ def test_real_sizes(dtype, heads, block_size, lengths):
         strided_q=True,
         device=DEVICE,
     )
-    check(case)
+    if way == "shared out":
+        check_shared_out(case, None)
+    else:
+        check(case)
 
 
 @pytest.mark.gpu

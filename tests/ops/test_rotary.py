@@ -103,6 +103,12 @@ def test_prompt_chunks(interleaved, layout, block_size):
     check_same(*run_both(case, q, k, v, *angles, rotary_dim=40, interleaved=interleaved))
 
 
+def test_more_sequences_than_are_looked_at_at_once():
+    q_lens = [1, 0, 2, 1, 1] * 14
+    case, q, k, v = empty_case(q_lens, [n + 5 * i % 17 for i, n in enumerate(q_lens)], num_segments=2)
+    check_same(*run_both(case, q, k, v, *random_angles(70, 32, torch.float32), rotary_dim=32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("interleaved, rotary_dim", [(False, 80), (False, 32), (True, 80), (True, 32)])
 @pytest.mark.parametrize("form", [dict(), dict(plus_one=True, round_first=False), dict(round_first=False)])
@@ -139,6 +145,12 @@ def test_padding_rows_are_not_stored():
     case, q, k, v = empty_case([1, 1, 1], [1, 16, 17], num_segments=2)
     case.metadata.seq_lens[1] = case.metadata.seq_lens_cpu[1] = 0
     check_same(*run_both(case, q, k, v, *random_angles(3, 32, torch.float32), rotary_dim=32))
+
+
+def test_one_query_of_some_sequences():
+    """A token is then not its sequence."""
+    case, q, k, v = empty_case([1, 0, 1], [5, 9, 20], num_segments=2)
+    check_same(*run_both(case, q, k, v, *random_angles(2, 32, torch.float32), rotary_dim=32))
 
 
 def test_keep_last_reads_no_dead_table_entry():

@@ -43,6 +43,13 @@ def test_prompt_chunks(block_size, num_segments):
     check_stored(case)
 
 
+def test_more_sequences_than_are_looked_at_at_once():
+    q_lens = [1, 0, 2, 1, 1] * 14
+    case = make_case(q_lens, [n + 5 * i % 17 for i, n in enumerate(q_lens)], num_segments=2, device=DEVICE, fill=False)
+    store_kv(pack_new(case, case.keys), pack_new(case, case.values), case.kv, case.metadata)
+    check_stored(case)
+
+
 @pytest.mark.parametrize("layout", ["hnd", "nhd", "gaps"])
 @pytest.mark.parametrize("dims", [(32, 32), (80, 48), (40, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

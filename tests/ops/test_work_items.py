@@ -72,3 +72,14 @@ def test_pieces_are_even():
 def test_a_window_bounds_the_keys():
     found = items([1, 1], [8000, 100], slots=32, window=100)
     assert len(found[0, 0]) == len(found[1, 0])
+
+
+def test_a_sequence_without_queries_has_no_share():
+    """However long it is, for which the others' pieces would be as long as a 16th of it."""
+    found = items([1] * 8 + [0], [512] * 8 + [100_000], slots=128)
+    assert {len(pieces) for pieces in found.values()} == {8}
+
+
+@pytest.mark.parametrize("num_seqs, looked_at", [(1, 128), (128, 128), (129, 512), (512, 512), (513, 0)])
+def test_few_kernels_for_all_numbers_of_sequences(num_seqs, looked_at):
+    assert seqs_of_a_lookup(num_seqs) == looked_at
