@@ -81,19 +81,20 @@ class PatchHandle:
         self.num_caches += 1
         return PagedCache(self.pool, self.sliding_windows, copies_per_row, min(expected_length, _MAX_ROOM))
 
-    def prefix_domain(self, model: nn.Module, salt: str = "") -> bytes | None:
+    def prefix_domain(self, model: nn.Module, salt: str = "", waits: bool = True) -> bytes | None:
         """All that a text's keys and values depend on beside its tokens. Looks at every weight: not for every step.
 
         Args:
             model: the patched instance.
             salt: texts share blocks only with those of the same one.
+            waits: for the device; False: as of `ModelVersion.of`.
 
         Returns:
             None: no blocks are kept for other texts, or it can't be told what this model's depend on.
         """
         if not self.pool.index.is_on or self.model_reason:
             return None
-        version, reason = self.version.of(model)
+        version, reason = self.version.of(model, waits)
         if reason is not None:
             self.step_aside(f"the prefix cache is not used: {reason}")
             return None

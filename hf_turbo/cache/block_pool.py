@@ -63,8 +63,9 @@ class BlockPool:
     def let_keep(self, num_bytes: int) -> None:
         """Keeps so many bytes of blocks that nobody owns, or what the pool was made with, if that is more."""
         with self.lock:
-            self.index.limit = max(num_bytes, self.cache_limit)
-            self.index.trim()
+            before, self.index.limit = self.index.limit, max(num_bytes, self.cache_limit)
+            if self.index.limit < before:
+                self.index.trim()
 
     @property
     def size(self) -> PoolSize:

@@ -148,12 +148,16 @@ class BlockTable:
 
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` what row `indices[i]` is; blocks are shared, not copied."""
-        rows = [list(self.rows[i]) for i in indices]
-        shared = [self._num_shared(i, indices[i]) if i < len(self.rows) else 0 for i in range(len(rows))]
-        for row, same in zip(rows, shared, strict=True):
-            self.group.retain(row[same:])
-        for i, row in enumerate(self.rows):
-            self.group.release(row[shared[i] if i < len(rows) else 0 :])
+        before = self.rows
+        rows = [before[source] if i == source else list(before[source]) for i, source in enumerate(indices)]
+        shared = [self._num_shared(i, indices[i]) for i in range(min(len(rows), len(before)))]
+        shared += [0] * (max(len(rows), len(before)) - len(shared))
+        for row, same in zip(rows, shared, strict=False):
+            if same < len(row):
+                self.group.retain(row[same:])
+        for row, same in zip(before, shared, strict=False):
+            if same < len(row):
+                self.group.release(row[same:])
         self.rows, self.first = rows, [self.first[i] for i in indices]
         self._version += 1
         if self._mirror is not None and self._mirror.numel() <= _SMALL:

@@ -68,13 +68,13 @@ def find_rows(cache: PagedCache, prompts: Sequence[Sequence[int]], num_columns: 
 def register_row(cache: PagedCache, row: int, tokens: Sequence[int], domain: bytes) -> None:
     """See `PagedCache.register_prefix`."""
     index = cache.pool.index
-    length = min(cache.lengths[row], len(tokens))
+    length = min(max(cache.num_columns - cache.layout.padding[row], 0), len(tokens))
     if not index.is_on or length < index.block_size:
         return
     with cache.pool.lock:
         if _stores_are_current(cache):
             held = [place for group in cache.groups.values() for place in group.table.full_blocks(row, length)]
-            index.add(domain, tokens[:length], held)
+            index.add(domain, tokens, held)
 
 
 def _longest(cache: PagedCache, path: Sequence[Entry], num_tokens: int) -> int:
@@ -100,10 +100,12 @@ def _take(cache: PagedCache, row: int, path: Sequence[Entry], length: int) -> No
 
 def _stores_are_current(cache: PagedCache) -> bool:
     """Whether the layers' keys and values lie where those of other caches are found."""
-    return all(
-        layer.store is None or layer.store is layer.group.table.group.stores.get(layer.layer_idx)
-        for layer in cache.layers
-    )
+    for group in cache.groups.values():
+        stores = group.table.group.stores
+        for layer in group.layers:
+            if layer.store is not None and layer.store is not stores.get(layer.layer_idx):
+                return False
+    return True
 
 
 def _set_columns(cache: PagedCache, columns: int) -> None:

@@ -30,6 +30,8 @@ class RequestChoice:
         self.options = options
         #: Tokens may be chosen before it is known that the text goes on.
         self.may_go_ahead = options.may_go_ahead
+        #: Whether a text that has come to so many tokens with this one surely goes on; see `Stops`.
+        self.surely_goes_on = options.stops.surely_goes_on
         #: Rows of requests with equal ones may be chosen by one call.
         self.group: Hashable = object() if options.merge_key is None else options.merge_key
         #: Texts are kept on the device.

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,12 +26,18 @@ from .forwards import RowForwards
 from .limits import EngineLimits
 from .memory import CacheMemory
 from .metrics import EngineMetrics
+from .newest import Newest
 from .news import News
 from .request import Request, Sequence, Status
 from .scheduler import Scheduler, Share
 
 #: While texts go on and others wait, a plan is made at least once in so many steps.
 _PLAN_EVERY = 16
+
+#: The one sequence of a request that asks for no more.
+_FIRST = [0]
+
+_row_of = attrgetter("sequence.row")
 
 
 @dataclass
@@ -44,7 +51,7 @@ class _Batch:
 
     sequences: list[Sequence]
     takers: list[Taker]
-    goes_on: bool
+    goes_on: bool = False
 
     def num_steps_left(self) -> int | None:
         """Steps until one of the texts is as long as it may be; None without a limit."""
@@ -79,9 +86,7 @@ class Engine:
         self._choices: dict[Request, RequestChoice] = {}
         self._under_way: deque[tuple[_Batch, Letter]] = deque()
         self._letters = [Letter(), Letter()]
-        #: The tokens that were chosen last, int64, and whose they are.
-        self._newest: torch.Tensor | None = None
-        self._newest_of: list[Sequence] = []
+        self._newest = Newest(device)
         #: What goes on unless something joins or ends, and for how many steps at most.
         self._steady: _Batch | None = None
         self._steady_left: int | None = None
@@ -119,6 +124,7 @@ class Engine:
         began = time.perf_counter()
         self._changed, self._num_prompt, self._num_read, self._seconds_away = {}, 0, 0, 0.0
         self._gaps.clear()
+        self._memory.look()
         launched = self._go_on() or self._plan()
         self._read(1 if launched and self._goes_ahead else 0)
         self._memory.make_room()
@@ -175,7 +181,7 @@ class Engine:
             return False
         if self._may_draft:
             return False
-        return all(self._choices[request].may_go_ahead for request in self.scheduler.running)
+        return not [request for request in self.scheduler.running if not self._choices[request].may_go_ahead]
 
     @property
     def _may_draft(self) -> bool:
@@ -200,11 +206,11 @@ class Engine:
         No plan is made: at so many rows making one takes as long as a small model's step.
         """
         batch, left = self._steady, self._steady_left
-        if batch is None or left == 0 or self._newest is None or not self._memory.has_room_for_step or self._may_draft:
+        if batch is None or left == 0 or not self._memory.has_room_for_step or self._may_draft:
             self._steady = None
             return False
         self._steady_left = None if left is None else left - 1
-        logits = self._timed(self._forwards.step, self._newest)
+        logits = self._timed(self._forwards.step, self._newest.tokens)
         self._saw(batch.sequences, is_step=True)
         for sequence in batch.sequences:
             sequence.num_cached += 1
@@ -213,22 +219,25 @@ class Engine:
 
     def _launch(self, shares: Many[Share]) -> _Batch:
         """Computes a step and chooses the tokens that follow; the answer is for whom."""
-        by_row = sorted(shares, key=lambda share: share.sequence.held_row)
+        by_row = sorted(shares, key=_row_of)
         ready: list[Sequence] = []
+        wanted, end = [], -1
         for sequence, num_tokens in by_row:
-            num_missing = sequence.num_missing
+            end += num_tokens
+            num_missing = len(sequence.tokens) + sequence.num_unknown - sequence.num_cached
             if num_tokens == num_missing:
                 ready.append(sequence)
+                wanted.append(end)
             if num_missing > 1:
                 self._num_prompt += num_tokens
-        logits = self._compute(by_row, ready)
+        logits = self._compute(by_row, ready, wanted)
         for sequence, num_tokens in by_row:
             sequence.num_cached += num_tokens
         # What comes next may begin like these.
-        self._memory.keep(share.sequence for share in by_row if share.num_tokens > 1)
+        self._memory.keep([sequence for sequence, num_tokens in by_row if num_tokens > 1])
         batch, rows = self._batch(ready)
         if batch.sequences:
-            if rows != list(range(len(logits))):
+            if rows is not None and rows != list(range(len(logits))):
                 logits = logits.index_select(0, ints_to_device(rows, logits.device))
             self._choose(batch, logits)
         return batch
@@ -238,36 +247,32 @@ class Engine:
         chosen = self._chooser.choose(logits, batch.takers)
         for sequence in batch.sequences:
             sequence.num_unknown += 1
-        self._newest, self._newest_of = chosen.tokens, batch.sequences
+        self._newest.put(chosen.tokens, batch.sequences)
         letter = self._letters.pop() if self._letters else Letter()
         self._under_way.append((batch, letter.send(chosen.tokens, chosen.logprobs, chosen.doubts)))
         for request in {sequence.request for sequence in batch.sequences} if chosen.errors else ():
             if (error := chosen.errors.get(self._choices[request])) is not None:
                 self._end(request, Status.FAILED, error)
 
-    def _compute(self, shares: Many[Share], ready: Many[Sequence]) -> torch.Tensor:
+    def _compute(self, shares: Many[Share], ready: Many[Sequence], wanted: Many[int]) -> torch.Tensor:
         """The logits after the last token of each sequence that is ready, `[ready, vocabulary]`.
 
         Args:
             shares: in the order of their rows.
             ready: of them, those that miss no other tokens.
+            wanted: the places of their last tokens among all that are computed.
         """
-        tokens = self._tokens(shares)
+        tokens = self._newest.tokens_of(shares)
         num_rows = self._forwards.num_rows
         if len(shares) == len(tokens) == num_rows:
             logits = self._timed(self._forwards.step, tokens)
             self._saw(ready, is_step=True)
             if len(ready) == num_rows:
                 return logits
-            rows = [sequence.held_row for sequence in ready]
-            return logits.index_select(0, ints_to_device(rows, logits.device))
-        q_lens, wanted, end = [0] * num_rows, [], 0
-        are_ready = set(ready)
+            return logits.index_select(0, ints_to_device(wanted, logits.device))
+        q_lens = [0] * num_rows
         for sequence, num_tokens in shares:
             q_lens[sequence.held_row] = num_tokens
-            end += num_tokens
-            if sequence in are_ready:
-                wanted.append(end - 1)
         logits = self._timed(self._forwards.packed, tokens, q_lens, wanted)
         self._saw(ready, is_step=False)
         return logits
@@ -276,36 +281,22 @@ class Engine:
         if self._drafted is not None:
             self._drafted.saw(ready, is_step)
 
-    def _tokens(self, shares: Many[Share]) -> torch.Tensor:
-        """The tokens of all shares, int64 `[total]`; those that the host does not know come from the last choice."""
-        tokens: list[int] = []
-        targets: list[int] = []
-        sources: list[int] = []
-        newest = {sequence: place for place, sequence in enumerate(self._newest_of)}
-        for sequence, num_tokens in shares:
-            known = sequence.tokens[sequence.num_cached : sequence.num_cached + num_tokens]
-            tokens += known
-            if len(known) < num_tokens:
-                targets.append(len(tokens))
-                sources.append(newest[sequence])
-                tokens.append(0)
-        if self._newest is not None and sources == list(range(max(len(tokens), len(self._newest)))):
-            return self._newest
-        ids = ints_to_device(tokens, self._forwards.device)
-        if sources and self._newest is not None:
-            places = ints_to_device(targets + sources, self._forwards.device).view(2, -1)
-            ids.index_copy_(0, places[0], self._newest.index_select(0, places[1]))
-        return ids
+    def _batch(self, ready: list[Sequence]) -> tuple[_Batch, list[int] | None]:
+        """The sequences that get a token each, and which of the ready ones' logits is each's; None: its own."""
+        if [sequence for sequence in ready if sequence.request.num_sequences > 1]:
+            batch, rows = self._batch_of_several(ready)
+        else:
+            batch, rows = _Batch(ready, [(self._choices[sequence.request], _FIRST) for sequence in ready]), None
+        in_order = [sequence.row for sequence in batch.sequences] == list(range(self._forwards.num_rows))
+        batch.goes_on = in_order and bool(ready)
+        return batch, rows
 
-    def _batch(self, ready: Many[Sequence]) -> tuple[_Batch, list[int]]:
-        """The sequences that get a token each, and which of the ready ones' logits is each's.
-
-        A request whose prompt is done becomes as many sequences as are asked for.
-        """
+    def _batch_of_several(self, ready: list[Sequence]) -> tuple[_Batch, list[int]]:
+        """The same where requests may have several sequences: all they ask for, once their prompts are done."""
         rows_of: dict[Request, list[int]] = {}
         for row, sequence in enumerate(ready):
             rows_of.setdefault(sequence.request, []).append(row)
-        batch, rows = _Batch([], [], goes_on=True), []
+        batch, rows = _Batch([], []), []
         for request, own in rows_of.items():
             if len(request.sequences) < request.num_sequences:
                 own *= request.num_sequences
@@ -319,8 +310,6 @@ class Engine:
             batch.sequences += live
             batch.takers.append((self._choices[request], [sequence.index for sequence in live]))
             rows += own
-        in_order = [sequence.row for sequence in batch.sequences] == list(range(self._forwards.num_rows))
-        batch.goes_on = in_order and bool(rows)
         return batch, rows
 
     def _read(self, num_stay: int) -> None:
@@ -332,32 +321,50 @@ class Engine:
             self._letters.append(letter)
             now = time.perf_counter()
             news: dict[Request, list[News]] = {}
-            for place, sequence in enumerate(batch.sequences):
-                sequence.num_unknown -= 1
-                request = sequence.request
-                if sequence.is_done or request.is_over:
-                    continue
-                self._changed[request] = None
-                logprob, fails = logprobs[place] if logprobs else None, bool(doubts) and doubts[place]
-                if fails or not self._take_quickly(sequence, tokens[place], logprob, now):
-                    failures: dict[int, Exception] = {0: not_numbers()} if fails else {}
-                    one = News(sequence, [tokens[place]], None if logprob is None else [logprob], failures)
-                    news.setdefault(request, []).append(one)
+            for place in self._take_quickly(batch.sequences, tokens, logprobs, doubts, now):
+                sequence, logprob = batch.sequences[place], [logprobs[place]] if logprobs else None
+                failures: dict[int, Exception] = {0: not_numbers()} if doubts and doubts[place] else {}
+                one = News(sequence, [tokens[place]], logprob, failures)
+                news.setdefault(sequence.request, []).append(one)
             self._take_all(news, now)
 
-    def _take_quickly(self, sequence: Sequence, token: int, logprob: float | None, now: float) -> bool:
-        """Takes in a token that is neither the first nor the last of a request's only text; False: it may be that."""
-        request = sequence.request
-        if request.num_sequences > 1 or not sequence.times:
-            return False
-        choice = self._choices[request]
-        if not choice.options.stops.surely_goes_on(token, len(sequence.tokens) + 1):
-            return False
-        self._gaps[now - sequence.times[-1]] += 1
-        sequence.append(token, logprob, now)
-        choice.settle()
-        self._num_read += 1
-        return True
+    def _take_quickly(
+        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float], doubts: list[bool], now: float
+    ) -> list[int]:
+        """Takes in the tokens that are neither the first nor the last of a request's only text.
+
+        Nearly all are like that: this is what the host does most often.
+
+        Returns:
+            The places of the others, but of those that come after an end.
+        """
+        choices, changed, gaps = self._choices, self._changed, self._gaps
+        others: list[int] = []
+        num_taken = 0
+        for place, sequence in enumerate(sequences):
+            sequence.num_unknown -= 1
+            request, times = sequence.request, sequence.times
+            choice = choices.get(request)
+            if choice is None or sequence.is_done:
+                continue  # it is over
+            changed[request] = None
+            if (
+                not times
+                or request.num_sequences > 1
+                or not choice.surely_goes_on(tokens[place], len(sequence.tokens) + 1)
+                or (doubts and doubts[place])
+            ):
+                others.append(place)
+                continue
+            gaps[now - times[-1]] += 1
+            sequence.tokens.append(tokens[place])
+            times.append(now)
+            if logprobs:
+                sequence.logprobs.append(logprobs[place])
+            choice.settle()
+            num_taken += 1
+        self._num_read += num_taken
+        return others
 
     def _take_all(self, news: dict[Request, list[News]], now: float) -> None:
         """Takes in tokens that have come now."""
@@ -430,6 +437,7 @@ class Engine:
         for gap, count in self._gaps.items():
             metrics.note_token_gap(gap, count)
         metrics.waiting, metrics.running = self.scheduler.num_waiting, self.scheduler.num_running
-        metrics.blocks_used = sum(group.manager.num_used for group in groups)
-        metrics.blocks_cached = sum(group.manager.num_cached for group in groups)
-        metrics.blocks_total = sum(group.manager.num_blocks for group in groups)
+        managers = [group.manager for group in groups]
+        metrics.blocks_used = sum([manager.num_used for manager in managers])
+        metrics.blocks_cached = sum([manager.num_cached for manager in managers])
+        metrics.blocks_total = sum([manager.num_blocks for manager in managers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .request import Request, Sequence
 #: The share of itself by which a group of blocks grows while an engine uses it.
 _GROWTH = 1 / 2
 
-#: Whether the model has changed is looked at when nothing runs, and while something does once in so many seconds.
+#: Whether the model has changed is looked at before anything runs, and while something does once in so many seconds.
 _LOOK_EVERY = 1.0
 
 
@@ -66,20 +67,41 @@ class CacheMemory:
     @property
     def has_room_for_step(self) -> bool:
         """Whether every row surely has room for two more tokens."""
-        block = sum([group.block_bytes for group in self._pool.all_groups()])
-        return 2 * len(self.rows) * block <= self.available
+        used = needed = 0
+        for group in self._pool.all_groups():
+            size = group.block_bytes
+            used += group.manager.num_used * size
+            needed += 2 * len(self.rows) * size
+        return needed <= self.capacity - used
 
     def cost(self, sequence: Sequence, num_tokens: int) -> int:
         """Bytes that so many more tokens of a sequence take, at most.
 
         Of a block that the texts of one request share and are about to write to, the last of them keeps the original.
         """
-        groups, request = self._forwards.cache.groups.values(), sequence.request
+        request, row, length = sequence.request, sequence.row, sequence.num_cached
         copies = len(request.sequences) > 1 and any(last is not sequence for last in request.live[-1:])
         total = 0
-        for group in groups:
-            total += self._cost(group, sequence.row, sequence.num_cached, num_tokens, copies)
+        for group in self._forwards.cache.groups.values():
+            total += self._cost(group, row, length, num_tokens, copies)
         return total
+
+    def costs(self, sequences: Many[Sequence]) -> list[int]:
+        """What `cost` says of one more token of each of these: 0 for most, which is seen at once."""
+        rooms = []
+        for group in self._forwards.cache.groups.values():
+            table = group.table
+            if table.codes is not None:
+                return [self.cost(sequence, 1) for sequence in sequences]
+            rooms.append((table.first, table.rows, table.group.block_size))
+        costs = []
+        for sequence in sequences:
+            row, end = sequence.held_row, sequence.num_cached + 1
+            has_room = sequence.request.num_sequences == 1
+            for first, rows, size in rooms:
+                has_room = has_room and end <= (first[row] + len(rows[row])) * size
+            costs.append(0 if has_room else self.cost(sequence, 1))
+        return costs
 
     def can_ever_hold(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether so many tokens of so many sequences fit with nothing else there."""
@@ -124,6 +146,22 @@ class CacheMemory:
         """Lets what is kept take what nobody uses, and no more: before blocks are taken, and after."""
         if self._keeps_texts:
             self._pool.let_keep(max(self.available, 1))  # 0 would say that nothing is ever kept
+
+    def look(self) -> None:
+        """Before every step: looks now and then whether the model has changed, without a wait for the device.
+
+        Once a second all that the host can see is compared at once, and one element of each weight is sent for. It has
+        come before the step after the next, which compares it. So what has been computed or begun before a change is
+        not found by requests that begin a second and two steps after it, or later, and is not kept from then on. (Those
+        that begin in between may be given keys of both models.) Before the first of the running requests begins, and
+        after a pause, a look waits: then nothing of before a change is found.
+        """
+        if not self._keeps_texts or self._looked_at is None or time.monotonic() - self._looked_at < _LOOK_EVERY:
+            return
+        handle = self._model._hf_turbo
+        self._domain = handle.prefix_domain(self._model, waits=False)
+        if not handle.version.is_looking:
+            self._looked_at = time.monotonic()
 
     def look_again(self) -> None:
         """The model may have changed."""
@@ -187,9 +225,8 @@ class CacheMemory:
         """What a request's keys and values depend on beside its tokens; None: nothing is looked up or kept."""
         if not self._keeps_texts:
             return None
-        now = time.monotonic()
-        if self._looked_at is None or now - self._looked_at > _LOOK_EVERY:
-            self._domain, self._looked_at = self._model._hf_turbo.prefix_domain(self._model), now
+        if self._looked_at is None:
+            self._domain, self._looked_at = self._model._hf_turbo.prefix_domain(self._model), time.monotonic()
         if self._domain is None or not request.salt:
             return self._domain
         return self._domain + b" " + request.salt.encode()
@@ -199,10 +236,10 @@ class CacheMemory:
         held, is_shared = 0, False
         if row is not None and row < len(table.rows):
             held = table.first[row] + len(table.rows[row])
+            if table.codes is None and not copies and length + num_tokens <= held * blocks.block_size:
+                return 0
             writes_to_last = bool(copies and length % blocks.block_size and table.rows[row])
             is_shared = writes_to_last and blocks.manager.is_shared(table.rows[row][-1])
-            if table.codes is None and not is_shared and length + num_tokens <= held * blocks.block_size:
-                return 0
         missing = max(table.num_blocks(length + num_tokens) - held, 0)
         if group.sliding_window is not None:
             missing = min(missing, table.num_blocks(group.sliding_window + self._longest) + 1)

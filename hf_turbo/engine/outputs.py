@@ -52,12 +52,13 @@ class Submission:
 
     def news(self) -> list[GenerationOutput]:
         """What there is to tell since the last call: new tokens where they are streamed, and ends."""
-        now, request = time.perf_counter(), self.request
+        request = self.request
         if self._began_at < 0 and request.status != Status.WAITING:
-            self._began_at = now
+            self._began_at = time.perf_counter()
         outputs: list[GenerationOutput] = []
-        if not (self.streaming or request.is_over or any(sequence.is_done for sequence in request.sequences)):
-            return outputs
+        if not (self.streaming or request.is_over or [one for one in request.sequences if one.is_done]):
+            return outputs  # as for most, after most steps
+        now = time.perf_counter()
         for index, name in enumerate(self.names):
             if index in self._ended:
                 continue

@@ -141,7 +141,8 @@ class Request:
     @property
     def live(self) -> list[Sequence]:
         """The sequences that go on."""
-        return [sequence for sequence in self.sequences if not (sequence.is_done or sequence.is_full)]
+        most = self.max_length
+        return [one for one in self.sequences if not one.is_done and len(one.tokens) + one.num_unknown < most]
 
     @property
     def is_over(self) -> bool:

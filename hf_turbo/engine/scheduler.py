@@ -8,6 +8,7 @@ in every step, whatever happens, and every request ends.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -27,6 +28,9 @@ class Memory(Protocol):
         0 where its last block has room. Of a block that several sequences share and are all about to write to, each
         takes a copy but one.
         """
+
+    def costs(self, sequences: Many[Sequence]) -> list[int]:
+        """What `cost` says of one more token of each of these."""
 
     def can_ever_hold(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether so many texts, each of so many tokens, would fit with nothing else there and nothing shared."""
@@ -146,15 +150,18 @@ class Scheduler:
                 read them and plan again.
         """
         draft = _Draft(self._memory, budget=self._max_tokens)
+        decoding: list[Sequence] = []
         behind: list[Request] = []
-        for request in self.running:
-            if request.status is not Status.RUNNING:
-                continue  # it was preempted on the way
+        for request in self._running:
             live = request.live
             if _decode_next(live):
-                self._decode(request, live, draft)
+                decoding += live
             else:
                 behind.append(request)
+        if not draft.give_one_each(decoding):
+            for request in dict.fromkeys([sequence.request for sequence in decoding]):
+                if request.status is Status.RUNNING:  # or it was preempted on the way
+                    self._decode(request, request.live, draft)
         if draft.shares and self._max_chunk is not None:
             draft.budget = min(draft.budget, self._max_chunk)
         for request in behind:
@@ -170,8 +177,6 @@ class Scheduler:
 
         Where memory lacks, the last in order give theirs, down to the request itself.
         """
-        if not live:
-            return  # its last tokens are to be read
         while (cost := draft.cost(live, 1)) > draft.memory_left:
             if self._is_alone(request):
                 self._fail(request, cost, draft)
@@ -227,7 +232,7 @@ class Scheduler:
             if not _decode_next(live):
                 num_behind += 1
                 self._catch_up(request, draft)
-            elif len(live) <= draft.budget:  # or in the next step
+            elif live and len(live) <= draft.budget:  # or in the next step
                 self._decode(request, live, draft)
             if request.status is Status.RUNNING:
                 draft.keep(request, self._needed(request))
@@ -321,47 +326,59 @@ class _Draft:
         self.preempted: list[Request] = []
         self.failed: list[Request] = []
         self._memory = memory
-        self._available = memory.available
         self._costs: dict[Request, int] = {}
-        self._spent = 0
-
-    @property
-    def memory_left(self) -> int:
-        """Units that are available and neither taken by a share nor kept for a request."""
-        return self._available - self._spent
+        #: Units that are available and neither taken by a share nor kept for a request.
+        self.memory_left = memory.available
 
     def look_again(self) -> None:
         """Memory has been taken or given up."""
-        self._available = self._memory.available
+        self.memory_left = self._memory.available - sum(self._costs.values())
 
     def cost(self, sequences: list[Sequence], num_tokens: int) -> int:
         """Units that so many tokens of each sequence will take."""
-        total = 0
-        for sequence in sequences:
-            total += self._memory.cost(sequence, num_tokens)
-        return total
+        if len(sequences) == 1:
+            return self._memory.cost(sequences[0], num_tokens)
+        return sum([self._memory.cost(sequence, num_tokens) for sequence in sequences])
 
     def fitting(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of so many tokens the memory left has room for."""
         left = self.memory_left
+        if self._memory.cost(sequence, num_tokens) <= left:
+            return num_tokens
         return bisect_right(range(1, num_tokens + 1), left, key=lambda number: self._memory.cost(sequence, number))
 
     def give(self, request: Request, sequences: list[Sequence], num_tokens: int, cost: int) -> None:
         """Gives so many tokens to each of these sequences of a request."""
-        self.shares += [Share(sequence, num_tokens) for sequence in sequences]
-        self._costs[request] = self._costs.get(request, 0) + cost
-        self._spent += cost
+        for sequence in sequences:
+            self.shares.append(Share(sequence, num_tokens))
         self.budget -= num_tokens * len(sequences)
+        if cost:
+            self._costs[request] = self._costs.get(request, 0) + cost
+            self.memory_left -= cost
+
+    def give_one_each(self, sequences: list[Sequence]) -> bool:
+        """Gives each of these a token if there is memory for all of them; False: nothing is given."""
+        costs = self._memory.costs(sequences)
+        total = sum(costs)
+        if total > self.memory_left:
+            return False
+        self.shares += [Share(sequence, 1) for sequence in sequences]
+        self.budget -= len(sequences)
+        self.memory_left -= total
+        for sequence, cost in zip(sequences, costs, strict=True):
+            if cost:
+                self._costs[sequence.request] = self._costs.get(sequence.request, 0) + cost
+        return True
 
     def keep(self, request: Request, cost: int) -> None:
         """Leaves a request so much of the memory, of which its shares are a part."""
-        self._spent += cost - self._costs.get(request, 0)
+        self.memory_left -= cost - self._costs.get(request, 0)
         self._costs[request] = cost
 
     def take_back(self, request: Request) -> None:
         """Undoes what a request was given, except for the budget."""
         self.shares = [share for share in self.shares if share.sequence.request is not request]
-        self._spent -= self._costs.pop(request, 0)
+        self.memory_left += self._costs.pop(request, 0)
 
 
 def _place(request: Request) -> tuple[int, int]:
@@ -371,7 +388,7 @@ def _place(request: Request) -> tuple[int, int]:
 
 def _decode_next(live: list[Sequence]) -> bool:
     """Whether each of a request's live sequences misses one token only, the last, after which the next is chosen."""
-    return not [sequence for sequence in live if sequence.num_missing != 1]
+    return not [one for one in live if len(one.tokens) + one.num_unknown - one.num_cached != 1]  # its `num_missing`
 
 
 def _check_read(request: Request) -> None:

@@ -34,6 +34,9 @@ class ToyMemory:
         end = sequence.num_cached + num_tokens
         return max(-(-end // self.block_size) - len(held), 0) + (num_tokens > 0 and self.must_copy(sequence))
 
+    def costs(self, sequences):
+        return [self.cost(sequence, 1) for sequence in sequences]
+
     def can_ever_hold(self, num_tokens, num_sequences):
         return -(-num_tokens // self.block_size) * num_sequences <= self.capacity
 

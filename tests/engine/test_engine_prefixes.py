@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 import hf_turbo
 from hf_turbo.engine.engine import Engine
 from hf_turbo.engine.limits import EngineLimits
+from hf_turbo.modeling import model_version
 from hf_turbo.patching import handle_of
 
 
@@ -48,8 +49,10 @@ def test_random_mixes(seed):
     fill_free_blocks(model, float("nan"))
 
     def look():
+        memory = engine._memory
         if num_blocks is not None:
-            assert held_bytes(model) <= engine._memory.capacity
+            assert held_bytes(model) <= memory.capacity
+        assert memory.costs(memory.rows) == [memory.cost(sequence, 1) for sequence in memory.rows]
 
     for _ in range(2):
         check(stock, asks, run(engine, model, asks, look))
@@ -128,6 +131,42 @@ def test_b01_what_changes_keys_is_part_of_the_key():
         for one in (stock, model):
             one.model.layers[0].mlp.down_proj.weight[3] *= 2
     assert [found(), found()] == [0, 28]
+    check_idle(engine, model)
+
+
+def test_b01_a_running_engine_looks_without_a_wait(monkeypatch):
+    """Weights written to unseen, while texts go on: found a second and two steps later, though nothing had to wait."""
+    stock, model = twins("llama", 4)
+    engine = engine_of(model)
+    now, read, come = [0.0], model_version._Elements.read, [True]
+    monkeypatch.setattr("hf_turbo.engine.memory.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(model_version._Elements, "are_there", property(lambda elements: come[0]))
+
+    def found():
+        request = greedy(words(30), 2).request(model, "new")
+        engine.add(request)
+        while not request.is_over:
+            engine.step()
+        return request
+
+    with torch.no_grad():
+        engine.add(greedy(words(5, seed=1), 200).request(model, "long"))
+        assert [found().num_found, found().num_found] == [0, 28]
+        for one in (stock, model):
+            one.model.layers[0].mlp.down_proj.weight.data[:, :] *= 2
+        assert found().num_found == 28, "nobody has looked"
+        come[0] = False
+        monkeypatch.setattr(model_version._Elements, "read", None)
+        now[0] += 1.0
+        engine.step()
+        assert found().num_found == 28, "nothing has come"
+        come[0] = True
+        monkeypatch.setattr(model_version._Elements, "read", read)
+        engine.step()
+        request = found()
+        assert request.num_found == 0 and found().num_found == 28
+        check(stock, [greedy(words(30), 2)], [request])
+        engine.cancel(engine.scheduler.running[0])
     check_idle(engine, model)
 
 
