@@ -16,7 +16,7 @@ from ..compat import CACHE_NAME
 from ..generation.step import makes_stock_steps
 from ..modeling.head_input import HeadInput
 from ..modeling.model_state import why_not_together
-from ..modeling.step_graph import MAX_PACKED_ROWS
+from ..modeling.step_graph import MAX_PACKED_ROWS, MAX_PACKED_SEQS
 from ..ops.dispatch import uses_triton
 from ..ops.transfer import ints_to_device
 
@@ -98,8 +98,7 @@ class RowForwards:
         before = self.cache.lengths
         places = [place for start, n in zip(before, q_lens, strict=True) for place in range(start, start + n)]
         positions, keep = ints_to_device(places, self.device), ints_to_device(wanted, self.device)
-        captures = self.captures and len(tokens) <= MAX_PACKED_ROWS and not self._model._hf_turbo.steps.is_refused
-        dim = 1 if captures else 0  # a row of the batch for each token
+        dim = 1 if self._captures(len(tokens)) else 0  # a row of the batch for each token
         kwargs: dict[str, Any] = {"input_ids": tokens.unsqueeze(dim), "position_ids": positions.unsqueeze(dim)}
         picks = self._picks_logits and dim == 0
         if picks:
@@ -141,6 +140,11 @@ class RowForwards:
         kwargs = {"input_ids": tokens.reshape(-1, 1), "position_ids": positions.reshape(-1, 1)}
         with self._of_rows(tree=tree):
             return self._forward(kwargs).view(*tokens.shape, -1)
+
+    def _captures(self, num_tokens: int) -> bool:
+        """Whether a forward of so many tokens of all rows is one that is captured."""
+        is_small = num_tokens <= MAX_PACKED_ROWS and self.num_rows <= MAX_PACKED_SEQS
+        return self.captures and is_small and not self._model._hf_turbo.steps.is_refused
 
     def _new_cache(self) -> PagedCache:
         cache: PagedCache = self._model._hf_turbo.new_cache()

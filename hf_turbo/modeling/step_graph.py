@@ -41,6 +41,7 @@ MAX_ROWS, MAX_PACKED_ROWS = 512, 2048
 #: sequences: few graphs, and rows that are not used cost more than sequences that are not.
 _PACKED_ROWS = ((512, 64), (MAX_PACKED_ROWS, 256))
 _PACKED_SEQS = (16, 64, 256)
+MAX_PACKED_SEQS = _PACKED_SEQS[-1]
 
 #: From so many rows on their lengths are taken for uneven, as those of many requests are.
 _UNEVEN_ROWS = 16

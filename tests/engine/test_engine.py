@@ -271,6 +271,22 @@ def test_captured_steps(name, goes_ahead, monkeypatch):
     check_idle(engine, model)
 
 
+@pytest.mark.parametrize("limit, value", [("MAX_PACKED_SEQS", 3), ("MAX_PACKED_ROWS", 8), (None, 0)])
+def test_too_many_for_a_captured_step(limit, value, monkeypatch):
+    """Chunks then go side by side as one row of the batch, of which a model computes the wanted logits only."""
+    stock, model = twins("llama", 4)
+    engine = Engine(model, limits(max_tokens=100))
+    steps = CapturedSteps(model)
+    monkeypatch.setattr(handle_of(model).steps, "run", steps.run)
+    engine._forwards.captures = True
+    if limit is not None:
+        monkeypatch.setattr(f"hf_turbo.engine.forwards.{limit}", value)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    asks = [Ask(prompt(1, 9 + n, seed=n)[0].tolist(), options, n // 2) for n in range(6)]
+    check(stock, asks, run(engine, model, asks))
+    assert any(key[1][-1] for key in steps.graphs) == (limit is None)
+
+
 @pytest.mark.parametrize("kind, name, goes_ahead", few(("int8", "fp8", "int4"), ("llama", "mistral"), (False, True)))
 def test_quantized_blocks(kind, name, goes_ahead):
     """Text does not depend on what is computed beside it, nor on the chunks of its prompt."""
