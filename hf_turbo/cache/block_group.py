@@ -134,7 +134,7 @@ class BlockGroup:
         self.index = index
         self.manager = BlockManager()
         #: The share of itself that the group takes beyond what is needed when it grows. An engine's are larger: on a
-        #: GPU every new segment is 10 ms in which nobody gets a token.
+        #: GPU a new segment is two allocations a layer, for which everybody waits.
         self.growth = GROWTH
         #: The newest store of each layer.
         self.stores: dict[int, LayerStore] = {}

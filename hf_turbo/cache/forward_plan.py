@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..ops.dispatch import uses_triton
 from ..ops.metadata import AttentionMetadata, TreeNodes, new_arrivals
 from ..ops.transfer import to_device
 from .block_table import BlockTable
@@ -278,7 +279,7 @@ def make_packed_plan(
     copies = table.grow(old_lens, new_lens, keep_from)
     rows = [row for row, n in enumerate(q_lens) if n]
     full = _metadata(table, old_lens, new_lens, device, rows)
-    if device.type == "cuda":
+    if uses_triton(device) and table.codes is None:  # the kernel for codes has splits of its own
         full.arrivals = new_arrivals(device)
     columns = sum(q_lens) // num_rows
     return ForwardPlan(start, num_rows, columns, full, full, None, dense=False, unsuited=PackedUnsuited), copies

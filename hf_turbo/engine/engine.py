@@ -224,7 +224,7 @@ class Engine:
         wanted, end = [], -1
         for sequence, num_tokens in by_row:
             end += num_tokens
-            num_missing = len(sequence.tokens) + sequence.num_unknown - sequence.num_cached
+            num_missing = sequence.num_missing
             if num_tokens == num_missing:
                 ready.append(sequence)
                 wanted.append(end)

@@ -54,7 +54,7 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Tokens that must be computed before the next one can be chosen; 1 for a text that is being continued."""
-        return len(self.tokens) + self.num_unknown - self.num_cached
+        return self.length - self.num_cached
 
     @property
     def held_row(self) -> int:
@@ -76,7 +76,7 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """Whether it has as many tokens as it may get, the last of which may not be known yet."""
-        return len(self.tokens) + self.num_unknown >= self.request.max_length
+        return self.length >= self.request.max_length
 
     def append(self, token: int, logprob: float | None, when: float) -> None:
         """Takes in one more token that has been said."""
@@ -141,8 +141,7 @@ class Request:
     @property
     def live(self) -> list[Sequence]:
         """The sequences that go on."""
-        most = self.max_length
-        return [one for one in self.sequences if not one.is_done and len(one.tokens) + one.num_unknown < most]
+        return [sequence for sequence in self.sequences if not (sequence.is_done or sequence.is_full)]
 
     @property
     def is_over(self) -> bool:

@@ -388,7 +388,7 @@ def _place(request: Request) -> tuple[int, int]:
 
 def _decode_next(live: list[Sequence]) -> bool:
     """Whether each of a request's live sequences misses one token only, the last, after which the next is chosen."""
-    return not [one for one in live if len(one.tokens) + one.num_unknown - one.num_cached != 1]  # its `num_missing`
+    return all(sequence.num_missing == 1 for sequence in live)
 
 
 def _check_read(request: Request) -> None:

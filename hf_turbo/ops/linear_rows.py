@@ -6,8 +6,6 @@ in any order of columns, if weights and x have the same: an order in which a thr
 memory. The weights are asked for before the kernel before has ended.
 """
 
-# A Triton kernel's parameters have no types that Python could check.
-
 from __future__ import annotations
 
 import triton

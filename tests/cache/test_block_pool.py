@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,3 +259,12 @@ def test_how_much_more_than_needed(group, growth, sizes):
     group.allocate(100)
     group.allocate(1)
     assert group.manager.segment_sizes == sizes
+
+
+@pytest.mark.parametrize("free, blocks", [(10_000, 50), (1000, 25), (0, 6)])
+def test_slack_leaves_others_what_is_free(group, free, blocks, monkeypatch):
+    """Half of 100 blocks of 10 bytes, but no more than a quarter of what is free, and a sixteenth in any case."""
+    group.growth = 0.5
+    group.stores[0] = SimpleNamespace(device=torch.device("cuda"), block_bytes=10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**6))
+    assert group._slack(100) == blocks

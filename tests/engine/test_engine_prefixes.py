@@ -12,6 +12,7 @@ from mixes import Ask, check, check_idle, random_asks, run
 from peft import LoraConfig, get_peft_model
 
 import hf_turbo
+from hf_turbo.cache.block_group import GROWTH
 from hf_turbo.engine.engine import Engine
 from hf_turbo.engine.limits import EngineLimits
 from hf_turbo.modeling import model_version
@@ -103,10 +104,12 @@ def test_memory_goes_back_with_the_engine(options):
     pool = handle_of(model).pool
     before = pool.size
     engine = engine_of(model, max_tokens=200)
+    assert {group.growth for group in pool.all_groups()} == {0.5}
     run(engine, model, [greedy(words(150, seed=i), 20) for i in range(8)])
     assert any(len(pool.size[group]) > len(sizes) for group, sizes in before.items())
     engine.close()
     assert pool.size == before
+    assert {group.growth for group in pool.all_groups()} == {GROWTH}
     assert greedy(words(100)).alone(model)
 
 

@@ -16,6 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import hf_turbo
 from hf_turbo.cache.forward_plan import PackedUnsuited
 from hf_turbo.engine import manager as manager_module
+from hf_turbo.engine.limits import limits_of
 from hf_turbo.engine.manager import Manager
 from hf_turbo.patching import handle_of
 
@@ -120,6 +121,20 @@ def test_a_kept_manager_serves_the_next_call(model):
         fresh.generate_batch([[3]], max_new_tokens=2, persistent_manager=True)
         hf_turbo.unpatch(fresh)
     assert toys[0].num_closed == 1
+
+
+def test_who_reads_along(model, monkeypatch):
+    """A manager's texts may be read as they come, those of a batch may not: only the former hold prompts back."""
+    asked = []
+
+    def noted(*args):
+        asked.append(args[3])
+        return limits_of(*args)
+
+    monkeypatch.setattr(manager_module, "limits_of", noted)
+    model.generate_batch([[5, 6]], GenerationConfig(max_new_tokens=2, do_sample=False))
+    model.init_continuous_batching().destroy()
+    assert asked == [False, True]
 
 
 def test_the_context_manager(model):

@@ -83,3 +83,9 @@ def test_a_sequence_without_queries_has_no_share():
 @pytest.mark.parametrize("num_seqs, looked_at", [(1, 128), (128, 128), (129, 512), (512, 512), (513, 0)])
 def test_few_kernels_for_all_numbers_of_sequences(num_seqs, looked_at):
     assert seqs_of_a_lookup(num_seqs) == looked_at
+
+
+def test_a_chunk_of_a_window_weighs_what_its_tiles_see():
+    """Not the window with all of the chunk: then nobody would be split."""
+    found = items([512, 1], [8000, 8000], slots=600, window=128)
+    assert len(found[0, 0]) == len(found[1, 0]) == 3
