@@ -269,10 +269,14 @@ def long(model: Any, variant: Variant, args: argparse.Namespace) -> list[Load]:
         replace(job, due=i * args.every)
         for i, job in enumerate(same_length(args.arrivals, args.long_prompt, args.long_new, vocabulary, "long"))
     ]
+    warm = [
+        replace(job, due=i * args.every)
+        for i, job in enumerate(same_length(args.warm, args.long_prompt, args.long_new, vocabulary, "warm"))
+    ]
     with serving(model, variant) as (manager, limits):
-        warm = same_length(args.requests, args.prompt, args.long_new, vocabulary, "warm texts")
-        serve(manager, warm + same_length(1, args.long_prompt, args.long_new, vocabulary, "warm long"))
         names = [manager.add_request(job.prompt, max_new_tokens=job.new, record_timestamps=True) for job in texts]
+        serve(manager, warm)  # at the same pace beside the same texts: all that is captured once is there afterwards
+        alone_began = time.perf_counter()
         time.sleep(args.alone)
         before = counts(manager)
         began, late = serve(manager, arrivals)
@@ -282,7 +286,7 @@ def long(model: Any, variant: Variant, args: argparse.Namespace) -> list[Load]:
         ended = collect(manager, len(names))
     going, end = [ended[name] for name in names], max(output.timestamps[-1] for output in late)
     figures |= first_token_figures(arrivals, began, late) | gap_figures(gaps(going, began, end))
-    alone = gaps(going, max(output.timestamps[0] for output in going), began)
+    alone = gaps(going, alone_began, began)
     figures["alone_gap_p50_ms"] = quantile(alone, 0.5) * 1e3 if alone else None
     name = f"long{args.requests}+{args.arrivals}x{args.long_prompt}"
     return [Load(name, figures, texts + arrivals, going + late, longest=64)]
@@ -419,6 +423,7 @@ def parser() -> argparse.ArgumentParser:
     longs = sub(
         "long", long, dict(requests=32, prompt=128, arrivals=20, every=1.0, long_prompt=8000, long_new=64, alone=2.0)
     )
+    longs.add_argument("--warm", type=int, default=4, help="long prompts at that pace before what is measured")
     longs.add_argument("--new", type=int, help="of the texts that go on; as many as the model has positions")
     sub(
         "prefix", prefix, dict(requests=64, prompt=8000, new=32, more=64, shared=4096, own=128, repeats=3),
