@@ -178,7 +178,7 @@ def test_many_calls_of_mixed_shapes():
         lengths = [length] + [shapes.randint(1, length) for _ in range(rows - 1)]
         generate(model, on_gpu(ragged(*lengths)), new, return_dict_in_generate=False)
         used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        assert steps(model).num_graphs <= MAX_GRAPHS
+        assert steps(model).num_graphs <= graphs.MAX_GRAPHS
     for kind in (0, 1):
         assert max(one[kind] for one in used[60:]) <= used[59][kind] + 2 * MiB
     assert steps(model).num_captured == 9
