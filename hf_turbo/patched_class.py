@@ -11,6 +11,7 @@ import torch
 from .compat import CACHE_NAME
 from .engine.batch_mixin import ManyRequestsMixin
 from .modeling.prompt_forward import forward_prompt
+from .modeling.prompt_steps import run_prompt
 
 
 @cache
@@ -51,6 +52,8 @@ def _forward_of(original: Any) -> Any:
         if watch is not None:
             own = watch.wrapped(own)
         output = handle.steps.run(self, own, kwargs)
+        if output is None and handle.config.cuda_graphs:
+            output = run_prompt(self, own, kwargs)
         if output is None and handle.fuses_prompts:
             output = forward_prompt(self, own, kwargs, handle.refuse_prompts)
         return own(**kwargs) if output is None else output

@@ -83,7 +83,7 @@ class CapturedSteps:
 
     def run(self, model, forward, kwargs):
         cache, inputs = kwargs[CACHE_NAME], StepInputs.of(kwargs)
-        if inputs is None or inputs.num_seqs is None or cache.num_columns == 0:
+        if inputs is None or inputs.num_seqs is None or (cache.num_columns == 0 and inputs.packed is None):
             return None
         start = cache.num_columns
         cache.advance()

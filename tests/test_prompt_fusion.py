@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,9 @@ import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_forward, prompt_fusion
 from hf_turbo.modeling.head_input import HeadInput, make_watchable
-from hf_turbo.modeling.prompt_forward import pays
+from hf_turbo.modeling.prompt_forward import pays, work_per_layer
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
+from hf_turbo.modeling.prompt_steps import SHORT_WORK
 from hf_turbo.ops import dispatch
 from hf_turbo.ops.deferred import DeferredMode
 
@@ -81,14 +84,21 @@ def test_what_a_llama_comes_to():
 
 
 def test_only_prompts_that_keep_a_gpu_busy():
-    """Sixteen thousand tokens of an 8B model do, four thousand don't, and no prompt of a small model does."""
+    """Sixteen thousand tokens of an 8B model do, four thousand don't, and no prompt of a small model does.
+
+    Of the others those that keep the host busier than the GPU are captured.
+    """
     sizes = {"vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
     large = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **sizes)
     small = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, **sizes)
     with torch.device("meta"):
         large, small = LlamaForCausalLM(large), LlamaForCausalLM(small)
+    for model in (large, small):
+        model._hf_turbo = SimpleNamespace(num_weights=None)
     assert pays(large, 16384, 32) and not pays(large, 4096, 32)
     assert not pays(small, 131072, 30)
+    assert 1000 * work_per_layer(large, 32) < SHORT_WORK < 2048 * work_per_layer(large, 32)
+    assert 2048 * work_per_layer(small, 30) < SHORT_WORK
 
 
 def test_what_fails_goes_the_models_own_way(monkeypatch):

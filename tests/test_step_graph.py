@@ -125,6 +125,34 @@ def test_changed_between_two_captures_and_back(captures):
 
 
 @torch.no_grad()
+def test_prompts_that_can_not_be_captured_leave_steps_alone(captures):
+    """The other way round, what is wrong with a step is wrong with prompts."""
+    model = build("llama")
+    hf_turbo.patch(model, block_size=4)
+    steps, norm = handle_of(model).steps, model.model.norm
+
+    def fail(**kwargs):
+        raise RuntimeError("reads a number")
+
+    def try_one(packed):
+        cache, ids = hf_turbo.paged_cache(model), torch.full((1, 3), 5)
+        model(ids, **{CACHE_NAME: cache})
+        tensors = {"input_ids": ids[:, :1], "position_ids": torch.full((1, 1), 3)}
+        cache.layout.packed = packed
+        return steps._run(model, fail, cache, StepInputs(tensors, (), 1, packed=packed))
+
+    assert try_one((1,)) is None
+    assert steps.is_refused and steps._is_allowed(is_packed=False) and not steps._is_allowed(is_packed=True)
+    norm.variance_epsilon *= 2  # another model
+    assert steps._is_allowed(is_packed=True)
+    assert try_one(None) is None
+    assert not steps._is_allowed(is_packed=False) and not steps._is_allowed(is_packed=True)
+    assert set(hf_turbo.report(model).stepped_aside) == {
+        f"{what} are not captured: capturing the step failed: reads a number" for what in ("prompts", "decode steps")
+    }
+
+
+@torch.no_grad()
 def test_memory_that_was_moved_stays_seen(captures):
     """A graph whose blocks lie elsewhere now serves nobody, however often it is asked."""
     model = build("llama")

@@ -232,8 +232,8 @@ def make_plan(
         keep_last=window - 1 if store_tail else None,
         dense=dense,
         copies_per_row=copies_per_row,
-        query_index=_real_tokens(full.q_lens_cpu, q_len, device),
-        store_index=_real_tokens(full.q_lens_cpu[::copies_per_row], q_len, device),
+        query_index=real_tokens(full.q_lens_cpu, q_len, device),
+        store_index=real_tokens(full.q_lens_cpu[::copies_per_row], q_len, device),
     )
     return plan, copies
 
@@ -334,7 +334,7 @@ def _rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return x if len(rows) == len(x) else x.index_select(0, to_device(list(rows), x.device))
 
 
-def _real_tokens(q_lens: Sequence[int], q_len: int, device: torch.device) -> torch.Tensor | None:
+def real_tokens(q_lens: Sequence[int], q_len: int, device: torch.device) -> torch.Tensor | None:
     """Indices of the real columns among `rows * q_len`; padding comes first in a row. None when all are real."""
     if all(n == q_len for n in q_lens):
         return None

@@ -122,6 +122,7 @@ class LayerGroup:
         """The same where the layout says what each row brings; of a quantized cache that is not captured."""
         self.plan = None
         self._forget_failed(start)
+        self.table.take_no_room()
         old_lens, new_lens = self.layout.lengths(start), self.layout.next_lengths(start)
         self.num_columns = start + max(new - old for old, new in zip(old_lens, new_lens, strict=True))
         self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start)))

@@ -309,6 +309,12 @@ class PagedCache(Cache):
         for group in self.groups.values():
             group.advance(self.num_columns, num_nodes + ahead, reach + ahead, is_first=not ahead)
 
+    def adopt_stores(self) -> None:
+        """Has layers that have stored nothing yet use the pool's present stores, where there are such."""
+        for layer in self.layers:
+            if layer.store is None:
+                layer.store = layer.group.table.group.stores.get(layer.layer_idx)
+
     def move_accepted(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """After a forward of a tree: moves the nodes of each row's path to where the row's next tokens belong.
 

@@ -15,8 +15,8 @@ from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..generation.step import makes_stock_steps
 from ..modeling.head_input import HeadInput
-from ..modeling.model_state import why_not_together
-from ..modeling.step_graph import MAX_PACKED_ROWS, MAX_PACKED_SEQS
+from ..modeling.model_state import has_experts, why_not_together
+from ..modeling.step_graph import MAX_PACKED_EXPERTS, MAX_PACKED_ROWS, MAX_PACKED_SEQS
 from ..ops.dispatch import uses_triton
 from ..ops.transfer import ints_to_device
 
@@ -55,6 +55,7 @@ class RowForwards:
         config = model._hf_turbo.config
         #: Whether forwards of few tokens are captured, those included to which rows bring different numbers of them.
         self.captures = uses_triton(self.device) and config.cuda_graphs and config.kv_cache_dtype is None
+        self._has_experts = has_experts(model)
         self.cache = self._new_cache()
 
     def renew(self) -> None:
@@ -143,8 +144,11 @@ class RowForwards:
 
     def _captures(self, num_tokens: int) -> bool:
         """Whether a forward of so many tokens of all rows is one that is captured."""
-        is_small = num_tokens <= MAX_PACKED_ROWS and self.num_rows <= MAX_PACKED_SEQS
-        return self.captures and is_small and not self._model._hf_turbo.steps.is_refused
+        most = MAX_PACKED_EXPERTS if self._has_experts else MAX_PACKED_ROWS
+        if not self.captures or num_tokens > most or self.num_rows > MAX_PACKED_SEQS:
+            return False
+        # What the first forward tells of the model, it tells in the model's own way.
+        return self.cache.num_columns > 0 and not self._model._hf_turbo.steps.is_refused
 
     def _new_cache(self) -> PagedCache:
         cache: PagedCache = self._model._hf_turbo.new_cache()

@@ -67,7 +67,8 @@ class StepGraphs:
         self._graphs: OrderedDict[Any, StepGraph] = OrderedDict()
         self._lock = threading.RLock()
         self._state: ModelState | None = None
-        self._refusal: str | None = None
+        #: Why steps can't be captured, and those with prompts, which have other tensors.
+        self._refusals: dict[bool, str] = {}
         self._pool: Any = None
         self._last_stream: torch.cuda.Stream | None = None
         self.num_captured = self.num_replayed = self.num_dropped = 0
@@ -78,8 +79,8 @@ class StepGraphs:
 
     @property
     def is_refused(self) -> bool:
-        """Whether steps of the model, as it was last, can't be captured."""
-        return self._refusal is not None or self._num_wasted >= _MAX_WASTED
+        """Whether steps of the model, as it was last, can't be captured, or not those with prompts."""
+        return bool(self._refusals) or self._num_wasted >= _MAX_WASTED
 
     @property
     def num_graphs(self) -> int:
@@ -118,7 +119,9 @@ class StepGraphs:
             return None
         # What is made here outlives the call, and the next one may be outside of an inference mode.
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            if not self._is_allowed(model) or not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
+            if not self._is_allowed(inputs.packed is not None):
+                return None
+            if not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
                 return None
             return self._run(model, forward, cache, inputs)
 
@@ -220,20 +223,21 @@ class StepGraphs:
         with self._lock:
             self.num_dropped += len(self._graphs)
             self._graphs.clear()
-            self._state = self._refusal = self._pool = None
+            self._refusals = {}
+            self._state = self._pool = None
 
     def _wants(self, cache: PagedCache) -> bool:
         return (
             self._owner.config.cuda_graphs
             and self._num_wasted < _MAX_WASTED
             and cache.pool is self._owner.pool
-            and cache.num_columns > 0
+            and (cache.num_columns > 0 or cache.layout.packed is not None)
             and (cache.layout.packed is None or self._owner.pool.kv_cache_dtype is None)
             and self._owner.attention_is_ours()
         )
 
-    def _is_allowed(self, model: Any) -> bool:
-        if self._refusal is None:
+    def _is_allowed(self, is_packed: bool) -> bool:
+        if self._refusals.keys().isdisjoint((False, is_packed)):
             return True
         if self._state is not None and self._state.unchanged():
             return False
@@ -285,6 +289,7 @@ class StepGraphs:
             self._drop_changed()  # one state stands for all graphs
         if self._state is None:
             self._state = ModelState(model)
+        is_packed = inputs.packed is not None
         reason = why_not_captured(model)
         if reason is not None:
             self._refuse(reason)
@@ -304,16 +309,16 @@ class StepGraphs:
             if watch is not None:
                 watch.value = hidden
         except StepUnsuited as error:
-            self._refuse(str(error))
+            self._refuse(str(error), is_packed)
             return None
         except torch.OutOfMemoryError:
             self.drop()
             self._state = ModelState(model)
-            self._refuse("there is too little memory")  # the model's own way may yet fit
+            self._refuse("there is too little memory", is_packed)  # the model's own way may yet fit
             return None
         except Exception as error:  # whatever the model's code says to tensors without numbers
             reason = f"capturing the step failed: {error}".splitlines()[0]
-            self._refuse(reason)
+            self._refuse(reason, is_packed)
             return None
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
@@ -331,14 +336,14 @@ class StepGraphs:
         if self._num_wasted == _MAX_WASTED:
             self._owner.step_aside("decode steps are not captured any more: the model changes every few steps")
 
-    def _refuse(self, reason: str) -> None:
-        self._refusal = reason
-        self._owner.step_aside(f"decode steps are not captured: {reason}")
+    def _refuse(self, reason: str, is_packed: bool = False) -> None:
+        self._refusals[is_packed] = reason
+        self._owner.step_aside(f"{'prompts' if is_packed else 'decode steps'} are not captured: {reason}")
 
     def _columns(self, model: Any, cache: PagedCache) -> dict[int | None, int]:
         """Blocks for the longest context that the model was made for, or twice the present one."""
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
-        tokens = max(longest, 2 * cache.num_columns)
+        tokens = max(longest, 2 * max(cache.layout.next_lengths(cache.num_columns)))
         return {window: -(-tokens // group.table.group.block_size) for window, group in cache.groups.items()}
 
     def _order_streams(self) -> None:

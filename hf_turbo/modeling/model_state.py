@@ -103,6 +103,11 @@ def why_not_together(model: nn.Module) -> str | None:
     return _READS_POSITIONS if any(map(_reads_positions, model.modules())) else None
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether rows choose among weights: tensors of several matrices."""
+    return any(p.dim() == 3 for p in model.parameters())
+
+
 def _foreign_code(name: str, module: nn.Module) -> str | None:
     """What runs in a module's forward that is not its class's, and may do anything."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

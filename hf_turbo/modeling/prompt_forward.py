@@ -20,8 +20,8 @@ from .model_state import is_watched, why_not_captured
 from .prompt_fusion import PROMPT_RULES, TRANSIENT
 from .step_graph import Forward
 
-#: Products that make up for the host's time: about 5 ms a layer, by multiply-adds that a large GPU does in twice that.
-WORK_PER_LAYER = 3.5e12
+#: Multiply-adds of a layer that make up for the host's time here: about 5 ms, by what a large GPU does in twice that.
+LONG_WORK = 3.5e12
 
 
 def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse: Callable[[str], None]) -> Any:
@@ -62,6 +62,14 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse:
 
 def pays(model: Any, num_tokens: int, num_layers: int) -> bool:
     """Whether the GPU works on a prompt for long enough that the host keeps ahead of it."""
-    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # experts have three dimensions
-    weights += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Int4Linear))
-    return num_tokens * weights >= WORK_PER_LAYER * num_layers
+    return num_tokens * work_per_layer(model, num_layers) >= LONG_WORK
+
+
+def work_per_layer(model: Any, num_layers: int) -> float:
+    """Multiply-adds that each token of a prompt costs in a layer, as they were at the model's first prompt."""
+    handle = model._hf_turbo
+    if handle.num_weights is None:
+        weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # experts have three dimensions
+        weights += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Int4Linear))
+        handle.num_weights = weights
+    return handle.num_weights / num_layers

@@ -42,6 +42,8 @@ MAX_ROWS, MAX_PACKED_ROWS = 512, 2048
 _PACKED_ROWS = ((512, 64), (MAX_PACKED_ROWS, 256))
 _PACKED_SEQS = (16, 64, 256)
 MAX_PACKED_SEQS = _PACKED_SEQS[-1]
+#: Rows of such a step at most where the model has experts: each row reads all of its experts' weights by itself.
+MAX_PACKED_EXPERTS = 64
 
 #: From so many rows on their lengths are taken for uneven, as those of many requests are.
 _UNEVEN_ROWS = 16

@@ -1,0 +1,135 @@
+"""Short prompts by captured steps: the GPU computes them in a fraction of the time that the host needs to launch them.
+
+All rows' tokens go through one step, a row of the batch for each, as those of many requests do in the engine. So left
+padding is not computed, and a few dozen graphs serve prompts of all lengths.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from ..cache.forward_plan import real_tokens
+from ..cache.paged_cache import PagedCache
+from ..compat import CACHE_NAME
+from ..ops.dispatch import uses_triton
+from ..ops.transfer import ints_to_device
+from .model_state import has_experts, why_not_together
+from .prompt_forward import work_per_layer
+from .step_graph import MAX_PACKED_EXPERTS, MAX_PACKED_ROWS, MAX_PACKED_SEQS, Forward
+
+#: Multiply-adds of a layer that a large GPU does while the host launches a layer's operations one by one: about 0.7 ms.
+SHORT_WORK = 2.5e11
+
+#: Arguments with a row for each of the batch's.
+_OF_ROWS = ("input_ids", "position_ids", "attention_mask")
+#: Arguments that are made anew here. Others of a prompt's are flags.
+_OWN = (*_OF_ROWS, "logits_to_keep", CACHE_NAME)
+
+
+def run_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOutput | None:
+    """What `forward(**kwargs)` returns, or None: this is no short prompt, or one that goes the model's own way.
+
+    Args:
+        model: the patched model.
+        forward: its own forward, bound.
+        kwargs: the arguments, all by name: ids, int64 `[rows, columns]`, after what the cache holds.
+    """
+    cache, ids = kwargs.get(CACHE_NAME), kwargs.get("input_ids")
+    if not isinstance(cache, PagedCache) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] == 1:
+        return None
+    if not _is_plain(cache, kwargs):
+        return None
+    copies = 1 if cache.num_columns else cache.layout.copies_per_row
+    if copies > 1:
+        kwargs = kwargs | {name: _each_once(kwargs.get(name), len(ids), copies) for name in _OF_ROWS}
+        ids = kwargs["input_ids"]
+    if not _fits(model, cache, ids.numel(), len(ids)):
+        return None
+    before = cache.layout.padding
+    output = _run(model, forward, kwargs, cache, ids)
+    if output is None:
+        cache.layout.padding = before  # of all rows
+    elif copies > 1:
+        cache.batch_repeat_interleave(copies)
+        output["logits"] = output["logits"].repeat_interleave(copies, dim=0)
+        if cache.head_input is not None:
+            cache.head_input.value = cache.head_input.value.repeat_interleave(copies, dim=0)
+    return output
+
+
+def _run(
+    model: Any, forward: Forward, kwargs: dict[str, Any], cache: PagedCache, ids: torch.Tensor
+) -> ModelOutput | None:
+    """The same for rows that differ."""
+    layout, start, q_len = cache.layout, cache.num_columns, ids.shape[1]
+    if not layout.read_padding(kwargs.get("attention_mask"), len(ids), start, q_len):
+        return None
+    lengths = layout.lengths(start + q_len)
+    q_lens = [new - old for new, old in zip(lengths, layout.lengths(start), strict=True)]
+    if min(q_lens) == 0:
+        return None
+    wanted = [end - 1 for end in itertools.accumulate(q_lens)]
+    step = _packed_arguments(kwargs, ids, start, real_tokens(q_lens, q_len, ids.device))
+    cache.adopt_stores()
+    layout.packed, layout.wanted = q_lens, wanted
+    try:
+        output = model._hf_turbo.steps.run(model, forward, step)
+    finally:
+        layout.packed, layout.wanted = None, []
+    if output is None:
+        return None
+    cache.adopt_stores()  # the first prompt has made them
+    cache.keep(lengths)
+    watch = cache.head_input
+    if watch is not None and watch.value is not None:
+        watch.value = watch.value.index_select(0, ints_to_device(wanted, ids.device))
+    return output
+
+
+def _each_once(x: torch.Tensor | None, num_rows: int, copies: int) -> torch.Tensor | None:
+    """Of each row the first of its copies."""
+    return x[::copies] if isinstance(x, torch.Tensor) and len(x) == num_rows else x
+
+
+def _is_plain(cache: PagedCache, kwargs: dict[str, Any]) -> bool:
+    """Whether it is an ordinary forward of which each row's last logits are asked for."""
+    layout, keep = cache.layout, kwargs.get("logits_to_keep")
+    if layout.unsuited is not None or layout.only_ones_follow:
+        return False
+    positions = kwargs.get("position_ids")
+    if positions is not None and (not isinstance(positions, torch.Tensor) or positions.dim() != 2):
+        return False
+    others = [x for name, x in kwargs.items() if name not in _OWN]
+    return type(keep) is int and keep == 1 and not any(isinstance(x, torch.Tensor) for x in others)
+
+
+def _fits(model: Any, cache: PagedCache, num_tokens: int, num_rows: int) -> bool:
+    """Whether captured steps take so many tokens of so many rows, and the host is what they would wait for."""
+    if num_tokens > MAX_PACKED_ROWS or num_rows > MAX_PACKED_SEQS or cache.pool.kv_cache_dtype is not None:
+        return False
+    if num_tokens * work_per_layer(model, len(cache.layers)) > SHORT_WORK:
+        return False
+    if not uses_triton(model.device) or why_not_together(model) is not None:
+        return False
+    return num_tokens <= MAX_PACKED_EXPERTS or not has_experts(model)
+
+
+def _packed_arguments(
+    kwargs: dict[str, Any], ids: torch.Tensor, start: int, real: torch.Tensor | None
+) -> dict[str, Any]:
+    """The step's arguments: ids and positions `[tokens, 1]`, padding left out.
+
+    Args:
+        real: as of `real_tokens`.
+    """
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
+    both = [ids, positions.expand(ids.shape)]
+    packed = [x.reshape(-1, 1) if real is None else x.reshape(-1).index_select(0, real).unsqueeze(1) for x in both]
+    others = {name: x for name, x in kwargs.items() if name not in _OWN}
+    return {**others, "input_ids": packed[0], "position_ids": packed[1], CACHE_NAME: kwargs[CACHE_NAME]}
