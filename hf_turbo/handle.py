@@ -68,8 +68,8 @@ class PatchHandle:
         self.borrow: Any = None
         #: The manager of many requests that was kept for the next session; see `engine.manager`.
         self.manager: Any = None
-        #: Of the model's matrices, as they were at its first prompt; None: before.
-        self.num_weights: int | None = None
+        #: A `PromptFacts`, once there was a prompt.
+        self.prompt_facts: Any = None
         #: Whether long prompts go through the fused forward: not where that has failed.
         self.fuses_prompts = config.fused_layers
 

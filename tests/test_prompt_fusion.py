@@ -15,7 +15,7 @@ import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_forward, prompt_fusion
 from hf_turbo.modeling.head_input import HeadInput, make_watchable
-from hf_turbo.modeling.prompt_forward import pays, work_per_layer
+from hf_turbo.modeling.prompt_forward import LONG_WORK, PromptFacts
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
 from hf_turbo.modeling.prompt_steps import SHORT_WORK
 from hf_turbo.ops import dispatch
@@ -93,12 +93,11 @@ def test_only_prompts_that_keep_a_gpu_busy():
     small = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, **sizes)
     with torch.device("meta"):
         large, small = LlamaForCausalLM(large), LlamaForCausalLM(small)
-    for model in (large, small):
-        model._hf_turbo = SimpleNamespace(num_weights=None)
-    assert pays(large, 16384, 32) and not pays(large, 4096, 32)
-    assert not pays(small, 131072, 30)
-    assert 1000 * work_per_layer(large, 32) < SHORT_WORK < 2048 * work_per_layer(large, 32)
-    assert 2048 * work_per_layer(small, 30) < SHORT_WORK
+    for model, num_layers in ((large, 32), (small, 30)):
+        model._hf_turbo = SimpleNamespace(prompt_facts=None, sliding_windows=[None] * num_layers)
+    of_large, of_small = PromptFacts.of(large).work, PromptFacts.of(small).work
+    assert 4096 * of_large < LONG_WORK <= 16384 * of_large and 131072 * of_small < LONG_WORK
+    assert 2048 * of_large < SHORT_WORK < 2560 * of_large and 2048 * of_small < SHORT_WORK
 
 
 def test_what_fails_goes_the_models_own_way(monkeypatch):
@@ -111,7 +110,7 @@ def test_what_fails_goes_the_models_own_way(monkeypatch):
         hf_turbo.patch(model, block_size=4)
         cache = hf_turbo.paged_cache(model)
         monkeypatch.setattr(prompt_forward, "uses_triton", lambda device: True)
-        monkeypatch.setattr(prompt_forward, "pays", lambda *args: True)
+        monkeypatch.setattr(prompt_forward, "LONG_WORK", 0)
         down = model.model.layers[1].mlp.down_proj
         monkeypatch.setattr(down, "forward", lambda x: torch.from_numpy(x.numpy()) @ down.weight.t())
         monkeypatch.setattr(prompt_forward, "why_not_captured", lambda model: None)
@@ -229,7 +228,7 @@ def test_no_address_before_there_are_numbers():
 def test_what_the_head_is_given(monkeypatch):
     """Who asks for it gets numbers, though the norm before the head was computed for the head alone."""
     monkeypatch.setattr(prompt_forward, "uses_triton", lambda device: True)
-    monkeypatch.setattr(prompt_forward, "pays", lambda *args: True)
+    monkeypatch.setattr(prompt_forward, "LONG_WORK", 0)
     model = build("llama")
     ids = torch.randint(3, 60, (2, 11))
     expected = model.model(ids).last_hidden_state

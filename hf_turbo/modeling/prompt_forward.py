@@ -6,6 +6,7 @@ The host works longer on each operation this way, so it is for forwards whose op
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,38 @@ from ..compat import CACHE_NAME
 from ..ops.deferred import DeferredMode
 from ..ops.dispatch import uses_triton
 from ..quantization.int4_linear import Int4Linear
-from .model_state import is_watched, why_not_captured
+from .model_state import has_experts, is_watched, why_not_captured, why_not_together
 from .prompt_fusion import PROMPT_RULES, TRANSIENT
 from .step_graph import Forward
 
 #: Multiply-adds of a layer that make up for the host's time here: about 5 ms, by what a large GPU does in twice that.
 LONG_WORK = 3.5e12
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What decides which way a model's prompts go, as it was at its first one: reading it takes a millisecond.
+
+    Args:
+        work: multiply-adds that each token costs in a layer.
+        has_experts: as of `has_experts`.
+        together: whether texts of different lengths can be computed together.
+    """
+
+    work: float
+    has_experts: bool
+    together: bool
+
+    @classmethod
+    def of(cls, model: Any) -> PromptFacts:
+        """Those of a patched model."""
+        handle = model._hf_turbo
+        if handle.prompt_facts is None:
+            weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # experts have three dimensions
+            weights += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Int4Linear))
+            work = weights / len(handle.sliding_windows)
+            handle.prompt_facts = cls(work, has_experts(model), why_not_together(model) is None)
+        return handle.prompt_facts
 
 
 def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse: Callable[[str], None]) -> Any:
@@ -39,7 +66,7 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse:
         return None
     if cache.layout.packed is not None:  # what fails there is the engine's to take back
         return None
-    if not pays(model, inputs.shape[0] * inputs.shape[1], len(cache.layers)):
+    if inputs.shape[0] * inputs.shape[1] * PromptFacts.of(model).work < LONG_WORK:
         return None
     if is_watched() or torch.is_autocast_enabled("cuda") or why_not_captured(model) is not None:
         return None
@@ -58,18 +85,3 @@ def forward_prompt(model: Any, forward: Forward, kwargs: dict[str, Any], refuse:
         cache.finish_step(length)
         refuse(f"long prompts are not fused: {error}".splitlines()[0])
         return None
-
-
-def pays(model: Any, num_tokens: int, num_layers: int) -> bool:
-    """Whether the GPU works on a prompt for long enough that the host keeps ahead of it."""
-    return num_tokens * work_per_layer(model, num_layers) >= LONG_WORK
-
-
-def work_per_layer(model: Any, num_layers: int) -> float:
-    """Multiply-adds that each token of a prompt costs in a layer, as they were at the model's first prompt."""
-    handle = model._hf_turbo
-    if handle.num_weights is None:
-        weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # experts have three dimensions
-        weights += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Int4Linear))
-        handle.num_weights = weights
-    return handle.num_weights / num_layers

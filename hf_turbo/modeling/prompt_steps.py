@@ -17,12 +17,11 @@ from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..ops.dispatch import uses_triton
 from ..ops.transfer import ints_to_device
-from .model_state import has_experts, why_not_together
-from .prompt_forward import work_per_layer
+from .prompt_forward import PromptFacts
 from .step_graph import MAX_PACKED_EXPERTS, MAX_PACKED_ROWS, MAX_PACKED_SEQS, Forward
 
-#: Multiply-adds of a layer that a large GPU does while the host launches a layer's operations one by one: about 0.7 ms.
-SHORT_WORK = 2.5e11
+#: Multiply-adds of a layer that a large GPU does while the host launches a layer's operations one by one: 2 ms.
+SHORT_WORK = 5.5e11
 
 #: Arguments with a row for each of the batch's.
 _OF_ROWS = ("input_ids", "position_ids", "attention_mask")
@@ -111,11 +110,12 @@ def _fits(model: Any, cache: PagedCache, num_tokens: int, num_rows: int) -> bool
     """Whether captured steps take so many tokens of so many rows, and the host is what they would wait for."""
     if num_tokens > MAX_PACKED_ROWS or num_rows > MAX_PACKED_SEQS or cache.pool.kv_cache_dtype is not None:
         return False
-    if num_tokens * work_per_layer(model, len(cache.layers)) > SHORT_WORK:
+    if not uses_triton(model.device):
         return False
-    if not uses_triton(model.device) or why_not_together(model) is not None:
+    facts = PromptFacts.of(model)
+    if not facts.together or num_tokens * facts.work > SHORT_WORK:
         return False
-    return num_tokens <= MAX_PACKED_EXPERTS or not has_experts(model)
+    return num_tokens <= MAX_PACKED_EXPERTS or not facts.has_experts
 
 
 def _packed_arguments(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_turbo
 from hf_turbo import patched_class
-from hf_turbo.modeling import prompt_forward
+from hf_turbo.modeling.prompt_forward import LONG_WORK, PromptFacts
 
 pytestmark = GPU
 
@@ -40,7 +40,8 @@ def fused(monkeypatch):
     own = patched_class.forward_prompt
     monkeypatch.setattr(patched_class, "forward_prompt", watched)
     # Small models: the host would take longer than they do.
-    monkeypatch.setattr(prompt_forward, "pays", lambda model, num_tokens, num_layers: num_tokens >= 4096)
+    facts = PromptFacts(work=LONG_WORK / 4096, has_experts=False, together=False)
+    monkeypatch.setattr(PromptFacts, "of", lambda model: facts)
     return seen
 
 
