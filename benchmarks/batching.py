@@ -276,6 +276,8 @@ def long(model: Any, variant: Variant, args: argparse.Namespace) -> list[Load]:
     with serving(model, variant) as (manager, limits):
         names = [manager.add_request(job.prompt, max_new_tokens=job.new, record_timestamps=True) for job in texts]
         serve(manager, warm)  # at the same pace beside the same texts: all that is captured once is there afterwards
+        for seed in ("once", "again"):  # the second waits for the step of the texts alone, which is captured before it
+            serve(manager, same_length(1, args.prompt, 1, vocabulary, seed))
         alone_began = time.perf_counter()
         time.sleep(args.alone)
         before = counts(manager)
