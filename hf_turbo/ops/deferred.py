@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter, tree_map
 
 from . import int4  # noqa: F401  # defines the operators
 
@@ -44,6 +43,11 @@ DEFERRED = frozenset({
 
 #: Computes a value: its result, or None where the rule has nothing to say.
 Rule = Callable[["DeferredMode", "Value"], "torch.Tensor | tuple[torch.Tensor, None] | None"]
+
+
+#: What `_result_meta` has found out: so many at most, then anew.
+_MAX_METAS = 4096
+_metas: dict[Any, Any] = {}
 
 
 class Value:
@@ -120,8 +124,8 @@ class DeferredMode(TorchDispatchMode):
         elif func._schema.is_mutable:
             self._before_write(func, args, kwargs)
         elif func.namespace != "aten" or func is aten.as_strided.default:
-            args, kwargs = tree_map(self._in_one_piece, (args, kwargs))
-        args, kwargs = tree_map(self.tensor, (args, kwargs))
+            args, kwargs = _mapped(self._in_one_piece, (args, kwargs))
+        args, kwargs = _mapped(self.tensor, (args, kwargs))
         return func(*args, **kwargs)
 
     @staticmethod
@@ -167,7 +171,7 @@ class DeferredMode(TorchDispatchMode):
                 yield value
 
     def _is_ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        tensors = [x for x in tree_iter(args) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in _leaves(args) if isinstance(x, torch.Tensor)]
         if any(isinstance(x, Deferred) for x in tensors):
             return kwargs.get("device") in (None, self.device)
         floats = all(x.is_floating_point() for x in tensors[:1])
@@ -176,11 +180,8 @@ class DeferredMode(TorchDispatchMode):
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with _disable_current_modes():
-            meta_args, meta_kwargs = tree_map(_meta, (args, kwargs))
-            if "device" in meta_kwargs:
-                meta_kwargs["device"] = torch.device("meta")
-            meta = func(*meta_args, **meta_kwargs)
-            value = Value(func, args, kwargs, meta)
+            value = Value(func, args, kwargs, _result_meta(func, args, kwargs))
+            meta = value.meta
             outputs = isinstance(meta, (tuple, list))
             results = [Deferred(value, i, self.device) for i in range(len(meta))] if outputs else None
             single = None if outputs else Deferred(value, None, self.device)
@@ -201,7 +202,7 @@ class DeferredMode(TorchDispatchMode):
                 if result is not None:
                     return result
             self.num_launched += 1
-            args, kwargs = tree_map(self.tensor, (value.args, value.kwargs))
+            args, kwargs = _mapped(self.tensor, (value.args, value.kwargs))
             return value.func(*args, **kwargs)
 
     def _view(self, value: Value) -> Any:
@@ -225,7 +226,7 @@ class DeferredMode(TorchDispatchMode):
                 self.finish(base.value, self._compute(base.value))  # from here on it is what is written
         targets = {_storage(self.tensor(x)) for x in tensors}
         for value in list(self._pending):
-            reads = (_storage(x) for x in tree_iter(value.args) if isinstance(x, torch.Tensor))
+            reads = (_storage(x) for x in _leaves(value.args) if isinstance(x, torch.Tensor))
             if value.result is None and not targets.isdisjoint(reads):
                 self.finish(value, self._view(value) if value.is_view else self._compute(value))
 
@@ -242,6 +243,50 @@ def whole(x: Any) -> Any:
 
 def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.numel() == b.numel() and a.is_contiguous() and b.is_contiguous()
+
+
+def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """An operation's arguments with `function` of each. (torch's own for any nesting takes several times as long.)"""
+    if isinstance(x, (tuple, list)):
+        return type(x)([_mapped(function, one) for one in x])
+    if isinstance(x, dict):
+        return {name: _mapped(function, one) for name, one in x.items()}
+    return function(x)
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """What an operation's arguments are made of."""
+    if isinstance(x, (tuple, list)):
+        for one in x:
+            yield from _leaves(one)
+    else:
+        yield x
+
+
+def _result_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation would give, on the meta device. The layers of a model ask for the same again and again."""
+    key = func, _described(args), _described(tuple(kwargs.items())), torch.get_default_dtype()
+    meta = _metas.get(key)
+    if meta is None:
+        meta_args, meta_kwargs = _mapped(_meta, (args, kwargs))
+        if "device" in meta_kwargs:
+            meta_kwargs["device"] = torch.device("meta")
+        meta = func(*meta_args, **meta_kwargs)
+        if len(_metas) >= _MAX_METAS:
+            _metas.clear()
+        _metas[key] = meta
+    return meta
+
+
+def _described(x: Any) -> Any:
+    """Equal for arguments with which an operation gives tensors of the same shape, strides and dtype."""
+    if isinstance(x, Deferred):
+        x = x.meta
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.storage_offset() if x.device.type == "meta" else 0
+    if isinstance(x, (tuple, list)):
+        return tuple([_described(one) for one in x])
+    return type(x), x  # 1 is not 1.0
 
 
 def _meta(x: Any) -> Any:

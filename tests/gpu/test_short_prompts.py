@@ -26,7 +26,8 @@ def test_prompts_of_all_lengths(name):
         fill_free_blocks(model, float("nan"))
         assert torch.equal(new_text(model, inputs, 4), new_text(stock, inputs, 4)), lengths
     packed = [key for key in steps(model)._graphs if key[1][-1]]
-    assert 2 < len(packed) <= 14 and not handle_of(model).stepped_aside
+    assert len(packed) == 1 if name == "gpt_oss" else 2 < len(packed) <= 14  # of experts only what is short
+    assert not handle_of(model).stepped_aside
     assert_pool_accounts(model)
 
 

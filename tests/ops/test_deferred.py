@@ -1,0 +1,73 @@
+"""What deferred operations say of their results before there are any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_turbo.ops import deferred
+from hf_turbo.ops.deferred import Deferred, DeferredMode
+
+CPU = torch.device("cpu")
+
+
+def shape_of(x):
+    return x.shape, x.stride(), x.dtype
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(deferred, "_metas", {})
+
+
+def pairs():
+    """Operations that differ in one respect each: what is remembered of one must not be taken for another."""
+    x, y = torch.randn(4, 6), torch.randn(6, 4)
+    half = x.to(torch.bfloat16)
+    return [
+        (lambda: x * 2, lambda: half * 2),
+        (lambda: x.neg(), lambda: y.t().neg()),
+        (lambda: x.mean(-1), lambda: x.mean(-1, keepdim=True)),
+        (lambda: x.mean(0), lambda: x.mean(1)),
+        (lambda: torch.cat([x, x]), lambda: torch.cat([x, x, x])),
+        (lambda: torch.cat([x, x], dim=0), lambda: torch.cat([x, x], dim=1)),
+        (lambda: x.neg()[:, 1:3], lambda: x.neg()[:, 1:5]),
+        (lambda: x.neg().split(2), lambda: x.neg().split([1, 3])),
+        (lambda: (x @ y).neg(), lambda: (y @ x).neg()),
+        (lambda: x[torch.tensor([1, 0])], lambda: x[torch.tensor([1, 0, 3])]),
+        (lambda: x.neg().to(torch.float64), lambda: x.neg().to(torch.bfloat16)),
+    ]
+
+
+@pytest.mark.parametrize("i", range(len(pairs())))
+def test_operations_that_differ_a_little(i):
+    for compute in (*pairs()[i], *pairs()[i]):
+        expected = compute()
+        with DeferredMode([], CPU) as mode:
+            got = compute()
+        some, all_expected = (x if isinstance(x, (tuple, list)) else [x] for x in (got, expected))
+        assert len(some) == len(all_expected)
+        for one, right in zip(some, all_expected, strict=True):
+            assert isinstance(one, Deferred) and shape_of(one) == shape_of(right)
+            assert shape_of(mode.tensor(one))[0] == right.shape and mode.tensor(one).dtype == right.dtype
+
+
+def test_equal_operations_are_looked_at_once(monkeypatch):
+    seen = []
+    own = deferred._meta
+    monkeypatch.setattr(deferred, "_meta", lambda x: seen.append(x) or own(x))
+    with DeferredMode([], CPU) as mode:
+        x, y = torch.randn(4, 6), torch.randn(4, 6)
+        first = mode.tensor(x * 3)
+        num_seen = len(seen)
+        second = mode.tensor(y * 3)
+    assert num_seen and len(seen) == num_seen
+    assert torch.equal(first, x * 3) and torch.equal(second, y * 3)
+
+
+def test_not_everything_is_remembered(monkeypatch):
+    monkeypatch.setattr(deferred, "_MAX_METAS", 5)
+    with DeferredMode([], CPU) as mode:
+        for n in range(1, 20):
+            assert mode.tensor(torch.ones(n) * 2).shape == (n,)
+            assert len(deferred._metas) <= 5
