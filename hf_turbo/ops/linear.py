@@ -13,7 +13,7 @@ import torch
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
 from .launch import Launcher
-from .linear_config import MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
+from .linear_config import DIRECT_GROUP, MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
 from .linear_kernels import add_splits_kernel, dot_kernel, expert_kernel, gemv_kernel
 from .linear_rows import LAST_FIRST, linear_rows_kernel
 
@@ -149,13 +149,13 @@ def _run_dot(o: _Operands) -> None:
 
 def _run_rows(o: _Operands) -> None:
     config = o.config
-    padded = max(8 if config.weights_first else 16, next_power_of_2(o.rows))
+    each = DIRECT_GROUP if config.weights_first else max(16, next_power_of_2(o.rows))
     constants = (
-        o.k, *o.epilogue, padded, config.block_n, config.num_warps, config.weights_first, LAST_FIRST,
+        o.k, *o.epilogue, each, config.block_n, config.num_warps, config.weights_first, LAST_FIRST,
         config.pdl,
     )  # fmt: skip
     _launch_rows(
-        (o.key, constants), (o.tiles(config.block_n), 1, 1),
+        (o.key, constants), (o.tiles(config.block_n), ceil_div(o.rows, each), 1),
         o.x, *o.weights, *o.biases, o.residual, o.out, o.rows, *o.bounds, *o.strides, *constants,
         num_warps=config.num_warps, num_stages=1, launch_pdl=config.pdl, enable_fp_fusion=True,
     )  # fmt: skip

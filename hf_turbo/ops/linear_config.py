@@ -13,8 +13,10 @@ from .attention_config import DeviceFacts, ceil_div, next_power_of_2
 MAX_ROWS = 64
 #: The most rows that are multiplied on the CUDA cores.
 MAX_GEMV_ROWS = 2
-#: The most rows and columns of x that the warps of a program hold in registers beside their weights.
+#: The most rows and columns of x of a direct configuration.
 MAX_DIRECT_ROWS, MAX_DIRECT_COLUMNS = 32, 2048
+#: Rows of x a program of a direct configuration with weights first.
+DIRECT_GROUP = 8
 
 _MEASURED_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -33,7 +35,8 @@ class LinearConfig:
         pdl: start while the kernel before is still running (compute capability 9.0 and above).
         direct: every warp loads a share of the columns of its own straight into registers, all at once; `block_k`,
             `num_stages`, `split_k` and `prefetch` mean nothing then (dot only, not of fp32).
-        weights_first: the product is [features, rows], `block_n` from 16 on, not [rows, features], from 8 on (direct).
+        weights_first: the product is [features, rows], of 8 rows a program and `block_n` from 16 on; otherwise it is
+            [rows, features], of all rows and `block_n` from 8 on (direct only).
     """
 
     block_n: int
@@ -57,10 +60,11 @@ def choose_config(
     Measured on an H200 within a chain of a layer's kernels, not alone: what one leaves in flight the next one meets.
     """
     pdl = facts.capability >= 90
-    if rows <= MAX_GEMV_ROWS:
+    direct = _direct_config(rows, features, k, gated, dtype, facts) if rows > 1 else None
+    if direct is not None:
+        config = direct
+    elif rows <= MAX_GEMV_ROWS:
         config = _gemv_config(rows, features, k, gated, dtype)
-    elif _fits_registers(rows, k, dtype) and _is_one_wave(_direct_config(rows, k), features, facts):
-        config = _direct_config(rows, k)
     else:
         config = _dot_config(rows, features, k, gated, dtype, facts)
     return replace(config, pdl=pdl)
@@ -98,24 +102,35 @@ def _for_dtype(config: LinearConfig, dtype: torch.dtype) -> LinearConfig:
     return replace(config, block_k=config.block_k * 2 // dtype.itemsize)
 
 
-def _fits_registers(rows: int, k: int, dtype: torch.dtype) -> bool:
-    """Whether a direct configuration takes them; columns in eights are loads of 16 bytes."""
-    return rows <= MAX_DIRECT_ROWS and k <= MAX_DIRECT_COLUMNS and k % 8 == 0 and dtype in _MEASURED_DTYPES
+def _direct_config(
+    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts
+) -> LinearConfig | None:
+    """None for columns that registers do not hold, or that are no loads of 16 bytes, and for too many programs.
 
-
-def _direct_config(rows: int, k: int) -> LinearConfig:
-    """At most 256 columns a warp: with 32 rows of x, and 8 of gate and of up, that is 192 of 255 registers."""
-    num_warps = 4 if k <= 1024 else 8
-    few = rows <= 8
-    return LinearConfig(16 if few else 8, 32, num_warps, dot=True, direct=True, weights_first=few)
-
-
-def _is_one_wave(config: LinearConfig, features: int, facts: DeviceFacts) -> bool:
-    """Whether all programs run at once. The registers of a multiprocessor are those of 8 such warps.
-
-    A second wave would wait for memory a second time; the tile kernels load the next step's weights meanwhile.
+    Groups of 8 rows read the weights again, from the L2 cache, but have registers for several sums; more rows in a
+    program, where they make too many.
     """
-    return ceil_div(features, config.block_n) <= facts.num_sms * (8 // config.num_warps)
+    if rows > MAX_DIRECT_ROWS or k > MAX_DIRECT_COLUMNS or k % 8 or dtype not in _MEASURED_DTYPES:
+        return None
+    # Registers of a thread for x and weights, as measured: up to 8 rows are quicker with more warps than they need, and
+    # from 17 on more programs share a multiprocessor.
+    most = {1: 104, 2: 192}.get(ceil_div(rows, DIRECT_GROUP), 128)
+    for block_n, rows_each in ((16, DIRECT_GROUP), (8, max(16, next_power_of_2(rows)))):
+        per_slice = (rows_each + block_n * (2 if gated else 1)) // 2  # a slice: 32 columns of two bytes
+        num_warps = next((w for w in (2, 4) if ceil_div(k, 32 * w) * per_slice <= most), 8)
+        registers = ceil_div(k, 32 * num_warps) * per_slice
+        programs = ceil_div(features, block_n) * ceil_div(rows, rows_each)
+        if programs <= facts.num_sms * _direct_programs_at_once(registers, num_warps):
+            return LinearConfig(block_n, 32, num_warps, dot=True, direct=True, weights_first=rows_each == DIRECT_GROUP)
+    return None
+
+
+def _direct_programs_at_once(registers: int, num_warps: int) -> int:
+    """Programs a multiprocessor that run at once, at most 2: more were slower, a second wave waits for memory again.
+
+    A multiprocessor has 2,048 registers for each thread of a warp, and the kernel takes 40 more than are given here.
+    """
+    return min(2, 2048 // ((registers + 40) * num_warps))
 
 
 def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
@@ -130,7 +145,7 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
         else:
             config = LinearConfig(block_n=64, block_k=128, num_warps=8 if rows <= 32 else 4, num_stages=4)
     elif features > 8192:
-        if rows <= 32:
+        if rows <= 32 and k >= 2048:
             config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)
         else:
             config = LinearConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)

@@ -3,7 +3,8 @@
 Each warp of a program takes its own share of the columns, so all of a short row is on its way at once, nothing goes
 through shared memory on the way, and the sums meet once, at the end. What a tensor core multiplies in one go may come
 in any order of columns, if weights and x have the same: an order in which a thread's numbers are next to each other in
-memory. The weights are asked for before the kernel before has ended.
+memory. The weights are asked for before the kernel before has ended. After the products nothing is left to wait for
+but one exchange through shared memory: a sum over warps would take several.
 """
 
 from __future__ import annotations
@@ -69,12 +70,50 @@ def _columns_first(part):
 
 @triton.jit
 def _add_slices(acc, weights, xs, WEIGHTS_FIRST: tl.constexpr):
-    for s in tl.static_range(len(weights)):
-        if WEIGHTS_FIRST:
-            acc = tl.dot(_rows_first(weights[s]), _columns_first(xs[s]), acc)
-        else:
-            acc = tl.dot(_rows_first(xs[s]), _columns_first(weights[s]), acc)
-    return acc
+    """`acc` plus all products. Slices take turns in several sums, as a product waits for the one before in its sum."""
+    CHAINS: tl.constexpr = 3 if WEIGHTS_FIRST else 1  # x of all rows leaves no registers for more
+    total = acc
+    for chain in tl.static_range(CHAINS):
+        part = acc if chain == 0 else tl.zeros_like(acc)
+        for s in tl.static_range(chain, len(weights), CHAINS):
+            if WEIGHTS_FIRST:
+                part = tl.dot(_rows_first(weights[s]), _columns_first(xs[s]), part)
+            else:
+                part = tl.dot(_rows_first(xs[s]), _columns_first(weights[s]), part)
+        total = part if chain == 0 else total + part
+    return total
+
+
+@triton.jit
+def _add_shares(
+    acc, up_acc, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, GATED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The sums over shares of [SHARES, ROWS, BLOCK_N] (or with WEIGHTS_FIRST [SHARES, BLOCK_N, ROWS]), of gate and up.
+
+    They come as [ROWS * BLOCK_N], features next to each other, repeated up to one a thread. The gather gives a thread
+    all shares of its outputs: of a tensor with one dimension, number i is in a register of thread i % THREADS. With
+    PAIRS, a thread's outputs are neighbours, as a store takes them whose first column is known to be aligned.
+    """
+    SHARES: tl.constexpr = acc.shape[0]
+    THREADS: tl.constexpr = SHARES * 32
+    OUTPUTS: tl.constexpr = ROWS * BLOCK_N
+    EACH: tl.constexpr = OUTPUTS // THREADS if OUTPUTS > THREADS else 1
+    SIDES: tl.constexpr = 2 if GATED else 1
+    if GATED:
+        acc = tl.join(acc, up_acc)
+    i = tl.arange(0, SIDES * EACH * SHARES * THREADS)
+    thread, share = i % THREADS, i // THREADS % SHARES
+    each, side = i // (THREADS * SHARES) % EACH, i // (THREADS * SHARES * EACH)
+    output = (thread * EACH + each if PAIRS else each * THREADS + thread) % OUTPUTS
+    if WEIGHTS_FIRST:
+        output = output % BLOCK_N * ROWS + output // BLOCK_N
+    parts = tl.gather(tl.reshape(acc, (SHARES * OUTPUTS * SIDES,)), (share * OUTPUTS + output) * SIDES + side, 0)
+    sums = tl.permute(tl.sum(tl.reshape(parts, (SIDES, EACH, SHARES, THREADS)), 2), (2, 1, 0) if PAIRS else (1, 2, 0))
+    if GATED:
+        return tl.split(tl.reshape(sums, (THREADS * EACH, 2)))
+    else:
+        return tl.reshape(sums, (THREADS * EACH,)), 0.0
 
 
 # Nothing is gained by compiling for sizes that only bound rows.
@@ -88,7 +127,7 @@ def linear_rows_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, LAST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N output features (of gate and up when gated), all rows of x, a share of the columns a warp.
+    """One program: BLOCK_N output features (of gate and up when gated), ROWS rows of x, a share of the columns a warp.
 
     Features come in sixteens and rows in eights with WEIGHTS_FIRST, the other way round without.
     """
@@ -106,7 +145,8 @@ def linear_rows_kernel(
     w_offset = (tl.minimum(n, size - 1).to(tl.int64) * stride_w)[:, :, :, :, None]
     w_rows = w_ptr + w_offset
     up_rows = w_1 + w_offset
-    m = thread_index(8, 1, LAST_FIRST) + thread_index(ROWS // 8, 3, LAST_FIRST) * 8
+    first_m = tl.program_id(1) * ROWS
+    m = first_m + thread_index(8, 1, LAST_FIRST) + thread_index(ROWS // 8, 3, LAST_FIRST) * 8
     x_rows = x_ptr + (m * stride_x)[:, :, :, :, None]
     x_inside = (m < num_rows)[:, :, :, :, None]
 
@@ -114,14 +154,10 @@ def linear_rows_kernel(
     ups = weights
     if GATED:
         ups = _load_slices(up_rows, None, k, SHARES, K, "evict_first", LAST_FIRST)
-    n_out, m_out = first_row + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
-    if WEIGHTS_FIRST:
-        n_out, m_out = n_out[:, None], m_out[None, :]
-        acc = tl.zeros([SHARES, BLOCK_N, ROWS], tl.float32)
-    else:
-        n_out, m_out = n_out[None, :], m_out[:, None]
-        acc = tl.zeros([SHARES, ROWS, BLOCK_N], tl.float32)
-    mask = (n_out < size) & (m_out < num_rows)
+    # The outputs as `_add_shares` leaves them; without what it repeats.
+    output = tl.arange(0, max(ROWS * BLOCK_N, SHARES * 32))
+    m_out, n_out = first_m + output // BLOCK_N, first_row + output % BLOCK_N
+    mask = (output < ROWS * BLOCK_N) & (m_out < num_rows) & (n_out < size)
     bias = load_bias(bias_ptr, n_out, bias_size, HAS_BIAS)
     up_bias = load_bias(b_1, n_out, bias_n_1, HAS_BIAS and GATED)
     if PDL:
@@ -134,13 +170,18 @@ def linear_rows_kernel(
     # All loads are sent before the first product: within one block of code, the assembler would put each load next to
     # its use, to save registers.
     tl.debug_barrier()
+    if WEIGHTS_FIRST:
+        acc = tl.zeros([SHARES, BLOCK_N, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([SHARES, ROWS, BLOCK_N], tl.float32)
     up_acc = acc
     if num_rows > 0:  # always
         acc = _add_slices(acc, weights, xs, WEIGHTS_FIRST)
         if GATED:
             up_acc = _add_slices(up_acc, ups, xs, WEIGHTS_FIRST)
+    total, up_total = _add_shares(acc, up_acc, ROWS, BLOCK_N, WEIGHTS_FIRST, GATED, GATED or NUM_WEIGHTS == 1)
     finish(
-        tl.sum(acc, 0), tl.sum(up_acc, 0) if GATED else 0.0, bias, up_bias, residual,
+        total, up_total, bias, up_bias, residual,
         out_ptr + column + m_out * stride_out + n_out, mask, HAS_RESIDUAL, ACTIVATION,
     )
 

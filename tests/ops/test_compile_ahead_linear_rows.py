@@ -16,11 +16,13 @@ import test_compile_ahead as ahead
 
 # Name -> (rows, sizes, columns, activation, dtype), in the table's configuration; a residual where nothing else is.
 CASES = {
-    "qkv-4": (4, (576, 192, 192), 576, None, "bfloat16"),
-    "down-8": (8, (576,), 1536, None, "bfloat16"),
+    "qkv-16": (16, (576, 192, 192), 576, None, "bfloat16"),
+    "down-32": (32, (576,), 1536, None, "bfloat16"),
     "gate-up-16": (16, (1536, 1536), 576, "silu", "bfloat16"),
-    "most-weights": (8, (1536, 1536), 1024, "silu", "bfloat16"),
-    "most-rows": (32, (768, 768), 2048, "silu", "float16"),
+    "gate-up-32": (32, (1536, 1536), 576, "gelu_tanh", "float16"),
+    "most-columns": (2, (1536, 1536), 2048, "silu", "bfloat16"),
+    "most-weights": (9, (1024,), 2048, None, "float16"),
+    "most-rows": (32, (768,), 2048, None, "bfloat16"),
 }
 
 
@@ -64,7 +66,7 @@ def opcodes(cubin):
         command = [str(tools / "cuobjdump"), "-sass", file.name]
         path = os.pathsep.join([str(tools), os.environ["PATH"]])  # it calls nvdisasm
         text = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
-    return re.findall(r"\b(LDG\.E\S*128|HMMA|LDS|LDSM|STS|STSM|SHFL)\b", text)
+    return re.findall(r"\b(LDG\.E\S*128|HMMA|LDS|LDSM|STS|STSM|SHFL|BAR)\b", text)
 
 
 def compile_all(capability):
@@ -78,7 +80,7 @@ def compile_all(capability):
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), ahead.NEWEST])
-def test_all_loads_are_sent_before_the_first_product(capability):
+def test_loads_then_products_then_one_exchange(capability):
     for name, facts in compile_all(capability).items():
         assert isinstance(facts, dict), facts
         assert facts["name"] == "linear_rows_kernel"
@@ -90,11 +92,15 @@ def test_all_loads_are_sent_before_the_first_product(capability):
         config = choose(capability, *CASES[name])
         slices = -(-k // (32 * config.num_warps))
         gated = 1 if activation is None else 2
-        padded = max(8 if config.weights_first else 16, 1 << (rows - 1).bit_length())
-        assert len(assembly[:first]) == slices * (config.block_n * gated + padded) // 8, (name, assembly)
-        assert all(code.startswith("LDG") for code in assembly[:first]), (name, assembly)
+        rows_each = 8 if config.weights_first else max(16, 1 << (rows - 1).bit_length())
+        assert assembly[first - 1] == "BAR"  # this is what holds them apart
+        loads = assembly[: first - 1]
+        assert len(loads) == slices * (config.block_n * gated + rows_each) // 8, (name, assembly)
+        assert all(code.startswith("LDG") for code in loads), (name, assembly)
         last = len(assembly) - assembly[::-1].index("HMMA")
         assert set(assembly[first:last]) == {"HMMA"}, (name, assembly)
+        # Warps meet once: all that follows is written, then read.
+        assert re.fullmatch("(STS )+BAR( LDS)+", " ".join(assembly[last:])), (name, assembly)
 
 
 if __name__ == "__main__":

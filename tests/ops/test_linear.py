@@ -29,6 +29,14 @@ def random(*shape, dtype):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
+def padded(matrix):
+    """The same numbers with NaN after every row and after the last, as nothing may be read there."""
+    rows, columns = matrix.shape
+    buffer = torch.full((rows + 1, columns + 8), torch.nan, dtype=matrix.dtype, device=DEVICE)
+    buffer[:rows, :columns] = matrix
+    return buffer[:rows, :columns]
+
+
 @dataclasses.dataclass
 class Case:
     """Inputs of one call, x and the residual as slices of wider rows, as a model's are."""
@@ -56,9 +64,8 @@ class Case:
 
 def make_case(rows, k, sizes, dtype=torch.float16, biases="", residual=False, activation=None):
     """`biases` says of each weight whether it has one: "yn"."""
-    x = torch.full((rows, k + 8), torch.nan, dtype=dtype, device=DEVICE)[:, :k]
-    x.copy_(random(rows, k, dtype=dtype))
-    weights = [(torch.randn(size, k, device=DEVICE) / k**0.5).to(dtype) for size in sizes]
+    x = padded(random(rows, k, dtype=dtype))
+    weights = [padded((torch.randn(size, k, device=DEVICE) / k**0.5).to(dtype)) for size in sizes]
     bias_list = [random(n, dtype=dtype) if has == "y" else None for n, has in zip(sizes, biases)] if biases else None
     added = random(rows, sum(sizes) + 8, dtype=dtype)[:, :-8] if residual else None
     return Case(x, weights, bias_list, {"residual": added, "activation": activation})
@@ -147,7 +154,7 @@ def test_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="weights must be"):
         ops.linear(x, [weights[0].float()])
     with pytest.raises(ValueError, match="same row stride"):
-        ops.linear(x, [weights[0], random(4, 72, dtype=x.dtype)[:, :64]])
+        ops.linear(x, [weights[0], random(4, 80, dtype=x.dtype)[:, :64]])
     with pytest.raises(ValueError, match="one \\(or None\\) a weight"):
         ops.linear(x, weights, [None])
     with pytest.raises(ValueError, match="bias must be"):
@@ -213,7 +220,7 @@ def is_power_of_2(size):
 def test_the_table_fits_the_device(facts, dtype, features, k, gated):
     for rows in range(1, 65):
         config = choose_config(rows, features, k, gated, dtype, facts)
-        assert config.dot == (rows > 2) and config.pdl == (facts.capability >= 90)
+        assert (config.dot or rows <= 2) and config.pdl == (facts.capability >= 90)
         for size in (config.block_n, config.block_k, config.num_warps):
             assert is_power_of_2(size)
         if config.direct:
@@ -229,13 +236,15 @@ def test_the_table_fits_the_device(facts, dtype, features, k, gated):
 def check_direct_config(config, rows, features, k, gated, dtype, facts):
     """All of a warp's numbers fit into its registers, and all warps into those of the device."""
     assert dtype != torch.float32
-    tile_rows = max(8 if config.weights_first else 16, next(padded for padded in (8, 16, 32) if padded >= rows))
+    assert config.block_n >= (16 if config.weights_first else 8)
+    tile_rows = 8 if config.weights_first else next(padded for padded in (16, 32) if padded >= rows)
     columns = -(-k // (32 * config.num_warps)) * 32
     registers = (tile_rows + config.block_n * (2 if gated else 1)) * columns * dtype.itemsize // (4 * 32)
-    assert registers <= 192  # 226 in all, as compiled for 32 rows
-    programs = -(-features // config.block_n)
-    assert programs * config.num_warps * 32 * 256 <= facts.num_sms * 65536
-    assert config.block_n >= (16 if config.weights_first else 8)
+    assert registers <= 192  # and at most 40 more, as compiled
+    programs = -(-features // config.block_n) * -(-rows // tile_rows)
+    a_multiprocessor = -(-programs // facts.num_sms)
+    assert a_multiprocessor <= 2
+    assert a_multiprocessor * config.num_warps * 32 * (registers + 40) <= 65536
 
 
 def check_dot_config(config, rows, gated, dtype, facts):
@@ -249,14 +258,20 @@ def check_dot_config(config, rows, gated, dtype, facts):
     assert rest == 0 and (lines == 0 or is_power_of_2(lines))
 
 
-@pytest.mark.parametrize("features, k, gated", [(960, 576, False), (1536, 576, True), (576, 1536, False)])
-def test_short_linears_go_straight_into_registers(features, k, gated):
-    choices = [choose_config(rows, features, k, gated, torch.float16, H200) for rows in (2, 3, 8, 9, 32, 33)]
-    assert [config.direct for config in choices] == [False, True, True, True, True, False]
-    assert [config.weights_first for config in choices[1:5]] == [True, True, False, False]
-    assert not choose_config(8, features, k, gated, torch.float32, H200).direct
+# Warps a program by rows, which of them put all rows into a program, as measured.
+@pytest.mark.parametrize(
+    "features, k, gated, warps, together",
+    [(960, 576, False, (4, 2, 2), False), (1536, 576, True, (4, 2, 4), True), (576, 1536, False, (8, 4, 8), False)],
+)
+def test_short_linears_go_straight_into_registers(features, k, gated, warps, together):
+    choices = [choose_config(rows, features, k, gated, torch.float16, H200) for rows in (1, 2, 8, 9, 16, 17, 32, 33)]
+    assert [config.direct for config in choices] == [False, *[True] * 6, False]
+    assert [config.num_warps for config in choices[1:7]] == [size for size in warps for _ in range(2)]
+    assert [config.weights_first for config in choices[1:7]] == [True] * 4 + [not together] * 2
+    assert not choose_config(2, features, k, gated, torch.float32, H200).direct
     assert not choose_config(8, features, k + 1, gated, torch.float16, H200).direct
     assert not choose_config(8, 8192, k, gated, torch.float16, H200).direct
+    assert not choose_config(2, 8192, k, gated, torch.float16, H200).dot
 
 
 @pytest.mark.parametrize("stages, shared_memory", [(3, 232448), (3, 110592), (2, 110591), (2, 65536)])

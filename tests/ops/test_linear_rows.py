@@ -7,8 +7,9 @@ from hf_turbo.ops.linear_config import LinearConfig
 
 FEATURES_FIRST = LinearConfig(block_n=16, block_k=32, num_warps=2, dot=True, direct=True)
 ROWS_FIRST = LinearConfig(block_n=8, block_k=32, num_warps=2, dot=True, direct=True, weights_first=False)
-ONE_WARP = LinearConfig(block_n=32, block_k=32, num_warps=1, dot=True, direct=True)
-CONFIGS = [FEATURES_FIRST, ROWS_FIRST, ONE_WARP]
+# More threads than outputs.
+MANY_WARPS = LinearConfig(block_n=16, block_k=32, num_warps=8, dot=True, direct=True)
+CONFIGS = [FEATURES_FIRST, ROWS_FIRST, MANY_WARPS]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -20,8 +21,9 @@ def test_straight_from_memory(rows, k, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_residual_in_place(config):
-    case = make_case(5, 200, (21,), residual=True, biases="y")
+@pytest.mark.parametrize("rows", [5, 17])
+def test_residual_in_place(rows, config):
+    case = make_case(rows, 200, (21,), residual=True, biases="y")
     case.check(config)
     expected, residual = case.expected(), case.options["residual"]
     ops.linear(case.x, case.weights, case.biases, residual=residual, out=residual, config=config)
