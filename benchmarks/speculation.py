@@ -90,19 +90,23 @@ class Useless:
     def tree_of(self, size: int) -> TokenTree:
         return self.tree
 
-    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
+    def guess(
+        self, hidden: torch.Tensor | None, roots: torch.Tensor, out: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         shifts = torch.arange(self.tree.num_nodes, device=roots.device) * 7919
-        return (roots.unsqueeze(1) + shifts) % self.vocabulary
+        tokens = (roots.unsqueeze(1) + shifts) % self.vocabulary
+        for x in out:
+            x.copy_(tokens)
+        return out[0] if out else tokens
 
     def begin(self, context: DraftContext) -> Useless:
         return self
 
     decides = False
     guesses = property(lambda self: self)
-    foresees = False
     is_stale = False
 
-    def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
+    def propose(self, size: int, texts: Any) -> Draft:
         return Draft(self.tree, self.guess(None, texts.last), self.tree.max_depth * texts.num_rows)
 
     def learn(self, *args: Any) -> None: ...
@@ -123,7 +127,7 @@ class Forced(Useless):
     def __repr__(self) -> str:
         return f"Forced({self.tree.max_depth}, {self.rate})"
 
-    def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
+    def propose(self, size: int, texts: Any) -> Draft:
         drafts = []
         for text, new in zip(self.texts, texts.new, strict=True):
             right = [*text[len(new) : len(new) + size], *[0] * size][:size]
