@@ -12,9 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kv_format import E4M3_MAX
+from .kv_codes import STEPS, UPPER_BITS
+from .kv_format import E4M3_MAX, KEY_STEP, KEY_TRIES, LARGEST_KEY
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
+_LARGEST_KEY = tl.constexpr(LARGEST_KEY)
+_KEY_STEP = tl.constexpr(KEY_STEP)
+_KEY_TRIES = tl.constexpr(KEY_TRIES)
+_UPPER_BITS = tl.constexpr(UPPER_BITS)
+_STEPS = tl.constexpr(STEPS)
 _FP16_MAX = tl.constexpr(65504.0)
 #: 1.5 * 2**23: a number of up to 22 bits added to it ends up, rounded half to even, in the sum's low bits.
 _TO_INTEGER = tl.constexpr(12582912.0)
@@ -114,6 +120,38 @@ def _unpack(words, BITS: tl.constexpr):
 
 
 @triton.jit
+def _float_scales(x, low, high):
+    least = tl.full(low.shape, float("inf"), tl.float32)
+    best = tl.zeros(low.shape, tl.int32)
+    for number in tl.range(0, _KEY_TRIES, num_stages=1):
+        scale, zero = _tried_scales(tl.full(low.shape, number, tl.int32), low, high)
+        step = _not_zero(scale)
+        error = _float_error(x - zero.to(tl.float32)[None, :, :], tl.div_rn(1.0, step)).to(tl.float32) * step * step
+        best = tl.where(error < least, number, best)
+        least = tl.minimum(error, least)
+    return _tried_scales(best, low, high)
+
+
+@triton.jit
+def _tried_scales(number, low, high):
+    nearer = _LARGEST_KEY - (number + 1) // 2 * _KEY_STEP
+    above, below = tl.where(number % 2 == 1, _LARGEST_KEY, nearer), tl.where(number % 2 == 1, nearer, _LARGEST_KEY)
+    zero = _half(low + tl.div_rn(high * 0.5 - low * 0.5, (above + below) * 0.5) * below)
+    up, down = high - zero.to(tl.float32), zero.to(tl.float32) - low
+    return _half_up(tl.maximum(tl.div_rn(up, above), tl.div_rn(down, below))), zero
+
+
+@triton.jit
+def _float_error(x, to_float8):
+    scaled = x * to_float8[None, :, :]
+    scaled = tl.minimum(tl.maximum(scaled, -_E4M3_MAX), _E4M3_MAX)
+    upper = scaled * _UPPER_BITS
+    error = scaled - (upper - (upper - scaled))
+    steps = (error * _STEPS).to(tl.int32)
+    return tl.sum(steps * steps, 0)
+
+
+@triton.jit
 def store_key_codes(
     x, target, group, SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr, GROUPS: tl.constexpr,
@@ -125,9 +163,7 @@ def store_key_codes(
     x = x + 0.0  # no negative zeros, as in `kv_codes`
     low, high = tl.min(x, 0), tl.max(x, 0)
     if IS_FLOAT:
-        zero = _half(low * 0.5 + high * 0.5)
-        reach = tl.maximum(high - zero.to(tl.float32), zero.to(tl.float32) - low)
-        scale = _half_up(tl.div_rn(reach, _E4M3_MAX))
+        scale, zero = _float_scales(x, low, high)
     else:
         zero = _half(low)
         scale = _half_up(tl.div_rn(tl.maximum(high - zero.to(tl.float32), 0.0), 2.0**BITS - 1))

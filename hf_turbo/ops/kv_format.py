@@ -20,6 +20,12 @@ from dataclasses import dataclass
 #: Largest magnitude of float8 e4m3.
 E4M3_MAX = 448.0
 
+#: Of float8 keys, one end of a channel's range becomes this number, and the other one so many steps less: some are
+#: tried, at both ends, from none to eight. All are numbers of float8; above 256 its steps would be 32.
+LARGEST_KEY = 256.0
+KEY_STEP = 16.0
+KEY_TRIES = 17
+
 
 @dataclass(frozen=True)
 class KVFormat:

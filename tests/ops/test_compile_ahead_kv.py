@@ -16,6 +16,8 @@ import test_compile_ahead as ahead
 
 #: A kernel with registers to spare keeps so much on its stack around the slow path of a division.
 STACK_BYTES = 16
+#: Of the largest tiles of float8 keys, 64 numbers a thread: so much of what is tried goes through the stack.
+TRIES_STACK_BYTES = 288
 #: What a turn over int4 codes exchanges through shared memory, at most. Scales that aren't one copy ahead of their use,
 #: or that have to change their layout, take 24 more.
 EXCHANGES = 64
@@ -133,7 +135,7 @@ def check_kernels(facts, capability, name):
     assert isinstance(facts, list), facts
     assert [kernel["name"] for kernel in facts] == ["_store_quantized_kernel", "_recode_kernel", "_recode_kernel"]
     for kernel in facts:
-        assert kernel["stack"] <= STACK_BYTES, kernel
+        assert kernel["stack"] <= (TRIES_STACK_BYTES if name == "fp8-d256-block128-fp32" else STACK_BYTES), kernel
         assert kernel["shared"] <= ahead.DEVICES[capability][1], kernel
         assert kernel["vector_loads"] or "int4-d80" in name, kernel  # whose quarters are of 20 and 28 numbers
         inexact = ("fused", "flushed", "approximate", "narrow_stores")
