@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,14 +30,12 @@ class RequestChoice:
         self.options = options
         #: Tokens may be chosen before it is known that the text goes on.
         self.may_go_ahead = options.may_go_ahead
-        #: Whether a text that has come to so many tokens with this one surely goes on; see `Stops`.
-        self.surely_goes_on = options.stops.surely_goes_on
         #: Rows of requests with equal ones may be chosen by one call.
         self.group: Hashable = object() if options.merge_key is None else options.merge_key
         #: Texts are kept on the device.
         self.keeps_texts = options.reads_text
-        #: Steps in which tokens were chosen and not taken back.
-        self.num_chosen = 0
+        #: A choice leaves something behind, a longer text or random numbers that are drawn, which may be taken back.
+        self.leaves_traces = self.keeps_texts or options.samples
         self._device = device
         self._live = list(range(options.num_sequences))  # whose texts these are
         self._texts: Columns | None = None
@@ -60,6 +58,8 @@ class RequestChoice:
         Raises:
             ValueError: so many have not been made since the last `settle()`.
         """
+        if not self.leaves_traces:
+            return
         if not 0 <= steps <= len(self._before):
             raise ValueError(f"{steps} choices to take back: {len(self._before)} were made since the last settle()")
         if steps == 0:
@@ -67,7 +67,6 @@ class RequestChoice:
         if self._random is not None:
             self._random.set_state(self._before[-steps])
         del self._before[-steps:]
-        self.num_chosen -= steps
         if self._texts is not None:
             self._texts.length -= steps
 
@@ -104,12 +103,11 @@ class RequestChoice:
         return self._texts.view if self.options.kinds.known else self._texts.view.contiguous()
 
     def start(self, live: Sequence[int]) -> None:
-        """Begins a choice for these sequences; the others have ended."""
+        """Begins a choice that leaves traces for these sequences; the others have ended."""
         if live != self._live:
             if self._texts is not None:
                 self._texts.reorder(to_device([self._live.index(index) for index in live], self._device))
             self._live = list(live)
-        self.num_chosen += 1
         self._before.append(None if self._random is None else self._random.get_state())
 
     def draw(self, out: torch.Tensor) -> None:
@@ -153,6 +151,29 @@ class Chosen:
     errors: dict[RequestChoice, Exception] = field(default_factory=dict)
 
 
+class _Party(NamedTuple):
+    """What is to be known of takers beside who they are.
+
+    Args:
+        sizes: rows of each.
+        traced: those whose choices leave traces.
+        are_alike: all can be chosen for together.
+    """
+
+    takers: Sequence[Taker]
+    num_rows: int
+    sizes: list[int]
+    traced: list[Taker]
+    are_alike: bool
+
+    @classmethod
+    def of(cls, takers: Sequence[Taker]) -> _Party:
+        sizes = [len(live) for _, live in takers]
+        traced = [taker for taker in takers if taker[0].leaves_traces]
+        groups = [choice.group for choice, _ in takers]
+        return cls(takers, sum(sizes), sizes, traced, groups.count(groups[0]) == len(groups) if groups else True)
+
+
 def not_numbers() -> RuntimeError:
     """What a request fails with whose probabilities were no numbers."""
     return RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -170,35 +191,44 @@ class Chooser:
 
     def __init__(self, return_logprobs: bool = False) -> None:
         self._return_logprobs = return_logprobs
+        self._party = _Party.of([])
         self._order: list[int] = []
         self._there = self._back = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def traced(self) -> list[Taker]:
+        """Of the last takers, those whose choices leave traces."""
+        return self._party.traced
+
+    def forget(self) -> None:
+        """Lets go of the last takers."""
+        self._party = _Party.of([])
 
     def choose(self, logits: torch.Tensor, takers: Sequence[Taker]) -> Chosen:
         """The next tokens. They are put behind the texts of the requests that keep these.
 
         Args:
             logits: `[rows, vocabulary]` of any dtype.
-            takers: whose the rows are, in their order: one for each sequence. A request is there once.
+            takers: whose the rows are, in their order: one for each sequence. A request is there once. Not to be
+                changed afterwards.
 
         Raises:
             ValueError: there are more or fewer rows than sequences.
         """
-        sizes, keep_texts = [len(live) for _, live in takers], False
-        if sum(sizes) != len(logits):
-            raise ValueError(f"{len(logits)} rows of logits for {sum(sizes)} sequences")
-        for choice, live in takers:
+        party = self._party
+        if takers is not party.takers:  # the same go on for many steps
+            party = self._party = _Party.of(takers)
+        if party.num_rows != len(logits):
+            raise ValueError(f"{len(logits)} rows of logits for {party.num_rows} sequences")
+        for choice, live in party.traced:
             choice.start(live)
-            keep_texts |= choice.keeps_texts
-        chosen = self._choose_by_group(logits, takers, sizes)
-        if keep_texts:
-            for (choice, _), tokens in zip(takers, chosen.tokens.split(sizes), strict=True):
+        chosen = self._choose(logits, takers) if party.are_alike else self._choose_by_group(logits, takers, party.sizes)
+        if any(choice.keeps_texts for choice, _ in party.traced):
+            for (choice, _), tokens in zip(takers, chosen.tokens.split(party.sizes), strict=True):
                 choice.append(tokens)
         return chosen
 
     def _choose_by_group(self, logits: torch.Tensor, takers: Sequence[Taker], sizes: Sequence[int]) -> Chosen:
-        groups = [choice.group for choice, _ in takers]
-        if groups.count(groups[0]) == len(groups):
-            return self._choose(logits, takers)
         members, order = _groups(takers, sizes)
         if order != self._order:  # the same requests go on for many steps
             places = sorted(range(len(order)), key=order.__getitem__)

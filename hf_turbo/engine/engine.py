@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..generation.loop import runs_ahead
 from ..generation.readback import Letter
 from ..modeling.head_input import HeadInput
 from ..ops.transfer import ints_to_device
+from .batch import Batch
 from .choice import Chooser, RequestChoice, Taker, not_numbers
 from .drafted import DraftedSteps
 from .forwards import RowForwards
@@ -38,25 +38,6 @@ _PLAN_EVERY = 16
 _FIRST = [0]
 
 _row_of = attrgetter("sequence.row")
-
-
-@dataclass
-class _Batch:
-    """The sequences that get a token in a step, in the order of the logits.
-
-    Args:
-        takers: whose they are, as the chooser wants it.
-        goes_on: they are all rows of the cache in order, so the tokens chosen are what the next step computes.
-    """
-
-    sequences: list[Sequence]
-    takers: list[Taker]
-    goes_on: bool = False
-
-    def num_steps_left(self) -> int | None:
-        """Steps until one of the texts is as long as it may be; None without a limit."""
-        left = [sequence.num_left for sequence in self.sequences]
-        return min((n for n in left if n is not None), default=None)
 
 
 class Engine:
@@ -84,11 +65,15 @@ class Engine:
             self._drafted = DraftedSteps(model, limits, self._forwards, self._memory, self._chooser)
         self._goes_ahead = runs_ahead(device) if limits.goes_ahead is None else limits.goes_ahead
         self._choices: dict[Request, RequestChoice] = {}
-        self._under_way: deque[tuple[_Batch, Letter]] = deque()
+        #: Those of which all tokens must have been read before the next is chosen.
+        self._held_back: set[Request] = set()
+        #: Tokens that end the text of a request, or did so of one that was there with these.
+        self._ends: set[int] = set()
+        self._under_way: deque[tuple[Batch, Letter]] = deque()
         self._letters = [Letter(), Letter()]
         self._newest = Newest(device)
         #: What goes on unless something joins or ends, and for how many steps at most.
-        self._steady: _Batch | None = None
+        self._steady: Batch | None = None
         self._steady_left: int | None = None
         self._num_added = 0
         #: Of the step under way: requests with news, tokens computed that do not continue a text, tokens read, seconds
@@ -111,7 +96,13 @@ class Engine:
         if request.is_over:
             self.metrics.note_end(request.status)
         else:
-            self._choices[request] = RequestChoice(request.options, request.prompt, self._forwards.device)
+            choice = RequestChoice(request.options, request.prompt, self._forwards.device)
+            self._choices[request] = choice
+            if not choice.may_go_ahead:
+                self._held_back.add(request)
+            if request.num_sequences == 1:
+                request.quiet_below = request.options.stops.quiet_below
+                self._ends |= request.options.stops.ends
             self._steady = None
 
     def cancel(self, request: Request) -> None:
@@ -181,7 +172,7 @@ class Engine:
             return False
         if self._may_draft:
             return False
-        return not [request for request in self.scheduler.running if not self._choices[request].may_go_ahead]
+        return not self._held_back or self._held_back.isdisjoint(self.scheduler.running)
 
     @property
     def _may_draft(self) -> bool:
@@ -217,24 +208,26 @@ class Engine:
         self._choose(batch, logits)
         return True
 
-    def _launch(self, shares: Many[Share]) -> _Batch:
+    def _launch(self, shares: Many[Share]) -> Batch:
         """Computes a step and chooses the tokens that follow; the answer is for whom."""
         by_row = sorted(shares, key=_row_of)
         ready: list[Sequence] = []
+        chunks: list[Sequence] = []
         wanted, end = [], -1
         for sequence, num_tokens in by_row:
             end += num_tokens
-            num_missing = sequence.num_missing
+            num_missing = len(sequence.tokens) + sequence.num_unknown - sequence.num_cached
             if num_tokens == num_missing:
                 ready.append(sequence)
                 wanted.append(end)
             if num_missing > 1:
                 self._num_prompt += num_tokens
+                if num_tokens > 1:
+                    chunks.append(sequence)
         logits = self._compute(by_row, ready, wanted)
         for sequence, num_tokens in by_row:
             sequence.num_cached += num_tokens
-        # What comes next may begin like these.
-        self._memory.keep([sequence for sequence, num_tokens in by_row if num_tokens > 1])
+        self._memory.keep(chunks)  # what comes next may begin like these
         batch, rows = self._batch(ready)
         if batch.sequences:
             if rows is not None and rows != list(range(len(logits))):
@@ -242,11 +235,12 @@ class Engine:
             self._choose(batch, logits)
         return batch
 
-    def _choose(self, batch: _Batch, logits: torch.Tensor) -> None:
+    def _choose(self, batch: Batch, logits: torch.Tensor) -> None:
         """Chooses a token for each of a batch's sequences, and sends it home."""
         chosen = self._chooser.choose(logits, batch.takers)
         for sequence in batch.sequences:
             sequence.num_unknown += 1
+        batch.traced = [choice for choice, _ in self._chooser.traced]
         self._newest.put(chosen.tokens, batch.sequences)
         letter = self._letters.pop() if self._letters else Letter()
         self._under_way.append((batch, letter.send(chosen.tokens, chosen.logprobs, chosen.doubts)))
@@ -281,22 +275,23 @@ class Engine:
         if self._drafted is not None:
             self._drafted.saw(ready, is_step)
 
-    def _batch(self, ready: list[Sequence]) -> tuple[_Batch, list[int] | None]:
+    def _batch(self, ready: list[Sequence]) -> tuple[Batch, list[int] | None]:
         """The sequences that get a token each, and which of the ready ones' logits is each's; None: its own."""
-        if [sequence for sequence in ready if sequence.request.num_sequences > 1]:
-            batch, rows = self._batch_of_several(ready)
-        else:
-            batch, rows = _Batch(ready, [(self._choices[sequence.request], _FIRST) for sequence in ready]), None
-        in_order = [sequence.row for sequence in batch.sequences] == list(range(self._forwards.num_rows))
+        num_rows = self._forwards.num_rows
+        if not [sequence for sequence in ready if sequence.request.num_sequences > 1]:
+            takers: list[Taker] = [(self._choices[sequence.request], _FIRST) for sequence in ready]
+            return Batch(ready, takers, goes_on=0 < len(ready) == num_rows), None
+        batch, rows = self._batch_of_several(ready)
+        in_order = [sequence.row for sequence in batch.sequences] == list(range(num_rows))
         batch.goes_on = in_order and bool(ready)
         return batch, rows
 
-    def _batch_of_several(self, ready: list[Sequence]) -> tuple[_Batch, list[int]]:
+    def _batch_of_several(self, ready: list[Sequence]) -> tuple[Batch, list[int]]:
         """The same where requests may have several sequences: all they ask for, once their prompts are done."""
         rows_of: dict[Request, list[int]] = {}
         for row, sequence in enumerate(ready):
             rows_of.setdefault(sequence.request, []).append(row)
-        batch, rows = _Batch([], []), []
+        batch, rows = Batch([], []), []
         for request, own in rows_of.items():
             if len(request.sequences) < request.num_sequences:
                 own *= request.num_sequences
@@ -321,7 +316,7 @@ class Engine:
             self._letters.append(letter)
             now = time.perf_counter()
             news: dict[Request, list[News]] = {}
-            for place in self._take_quickly(batch.sequences, tokens, logprobs, doubts, now):
+            for place in self._take_quickly(batch, tokens, logprobs, doubts, now):
                 sequence, logprob = batch.sequences[place], [logprobs[place]] if logprobs else None
                 failures: dict[int, Exception] = {0: not_numbers()} if doubts and doubts[place] else {}
                 one = News(sequence, [tokens[place]], logprob, failures)
@@ -329,41 +324,37 @@ class Engine:
             self._take_all(news, now)
 
     def _take_quickly(
-        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float], doubts: list[bool], now: float
+        self, batch: Batch, tokens: list[int], logprobs: list[float], doubts: list[bool], now: float
     ) -> list[int]:
         """Takes in the tokens that are neither the first nor the last of a request's only text.
 
-        Nearly all are like that: this is what the host does most often.
+        Nearly all are like that: this is what the host does most often, so it looks at as few objects as it can.
 
         Returns:
             The places of the others, but of those that come after an end.
         """
-        choices, changed, gaps = self._choices, self._changed, self._gaps
+        changed, ends = self._changed, self._ends
         others: list[int] = []
-        num_taken = 0
-        for place, sequence in enumerate(sequences):
+        before: list[float] = []  # when the texts got the tokens before these
+        for place, (sequence, token) in enumerate(zip(batch.sequences, tokens, strict=True)):
             sequence.num_unknown -= 1
-            request, times = sequence.request, sequence.times
-            choice = choices.get(request)
-            if choice is None or sequence.is_done:
+            request, times, text = sequence.request, sequence.times, sequence.tokens
+            if request.status >= Status.FINISHED or sequence.is_done:
                 continue  # it is over
             changed[request] = None
-            if (
-                not times
-                or request.num_sequences > 1
-                or not choice.surely_goes_on(tokens[place], len(sequence.tokens) + 1)
-                or (doubts and doubts[place])
-            ):
+            if not times or len(text) + 1 >= request.quiet_below or token in ends or (doubts and doubts[place]):
                 others.append(place)
                 continue
-            gaps[now - times[-1]] += 1
-            sequence.tokens.append(tokens[place])
+            before.append(times[-1])
+            text.append(token)
             times.append(now)
             if logprobs:
                 sequence.logprobs.append(logprobs[place])
+        for choice in batch.traced:
             choice.settle()
-            num_taken += 1
-        self._num_read += num_taken
+        self._num_read += len(before)
+        for time_before, count in Counter(before).items():
+            self._gaps[now - time_before] += count
         return others
 
     def _take_all(self, news: dict[Request, list[News]], now: float) -> None:
@@ -417,6 +408,10 @@ class Engine:
         self.scheduler.remove(request)
         self.metrics.note_end(status)
         self._choices.pop(request, None)
+        self._held_back.discard(request)
+        if not self._choices:
+            self._ends = set()
+            self._chooser.forget()
         if self._drafted is not None:
             self._drafted.forget(request)
         self._changed[request] = None

@@ -17,6 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..handle import PatchHandle
+from .configs import RequestConfigs
 from .limits import EngineLimits, limits_of
 from .metrics import EngineMetrics
 from .options import RequestOptions
@@ -61,6 +62,7 @@ class Manager:
         self.model = model.eval()
         self.generation_config = generation_config
         self.warmed_up = False
+        self._configs = RequestConfigs(model)
         self._outbox = Outbox()
         make = partial(make_engine or _new_engine, model, self.limits)
         self._worker = Worker(make, self._outbox, model.device, self.continuous_batching_config.max_queue_size)
@@ -256,7 +258,7 @@ class Manager:
                 own["seed"] = int(torch.empty((), dtype=torch.int64).random_(generator=self._seeds).item())
         # Not inference mode, which the caller may be in: processors may write to tensors that are made here.
         with torch.inference_mode(False), torch.no_grad():
-            chosen = RequestOptions.of(self.model, prompt, generation_config, own, **objects)
+            chosen = RequestOptions.of(self.model, prompt, generation_config, own, configs=self._configs, **objects)
         request = Request(
             self._new_id() if request_id is None else request_id, prompt, chosen.max_new_tokens, chosen.num_sequences,
             priority, chosen, salt,
@@ -382,7 +384,7 @@ def _ids(input_ids: Any) -> list[int]:
         ValueError: it is something else.
     """
     ids = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    if not all(isinstance(i, int) for i in ids):
+    if not all(issubclass(kind, int) for kind in set(map(type, ids))):
         raise ValueError("a prompt is a list of token ids, one for each token")
     return ids
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.block_group import GROWTH
+from ..cache.block_manager import BlockManager
 from ..cache.block_pool import BlockPool
 from ..cache.layer_group import LayerGroup
 from ..ops.kv_format import WIDE_BEHIND, end_of_codes
@@ -42,6 +43,8 @@ class CacheMemory:
         self._pool: BlockPool = forwards.cache.pool
         self._longest = limits.max_tokens
         self._size_before = self._pool.size
+        #: Bytes of a block of each group, as of the beginning of the step.
+        self._sizes: list[tuple[BlockManager, int]] = []
         for group in self._pool.all_groups():
             group.growth = _GROWTH
         self._keeps_texts = limits.prefix_cache
@@ -53,12 +56,13 @@ class CacheMemory:
         self._domains: dict[Request, bytes | None] = {}
         #: The sequence of each row of the cache.
         self.rows: list[Sequence] = []
+        self._measure()
         self.make_room()
 
     @property
     def used(self) -> int:
         """Bytes of blocks that somebody holds."""
-        return sum([group.manager.num_used * group.block_bytes for group in self._pool.all_groups()])
+        return sum([manager.num_used * size for manager, size in self._sizes])
 
     @property
     def available(self) -> int:
@@ -67,12 +71,7 @@ class CacheMemory:
     @property
     def has_room_for_step(self) -> bool:
         """Whether every row surely has room for two more tokens."""
-        used = needed = 0
-        for group in self._pool.all_groups():
-            size = group.block_bytes
-            used += group.manager.num_used * size
-            needed += 2 * len(self.rows) * size
-        return needed <= self.capacity - used
+        return 2 * len(self.rows) * sum([size for _, size in self._sizes]) <= self.available
 
     def cost(self, sequence: Sequence, num_tokens: int) -> int:
         """Bytes that so many more tokens of a sequence take, at most.
@@ -87,21 +86,14 @@ class CacheMemory:
         return total
 
     def costs(self, sequences: Many[Sequence]) -> list[int]:
-        """What `cost` says of one more token of each of these: 0 for most, which is seen at once."""
-        rooms = []
-        for group in self._forwards.cache.groups.values():
-            table = group.table
-            if table.codes is not None:
-                return [self.cost(sequence, 1) for sequence in sequences]
-            rooms.append((table.first, table.rows, table.group.block_size))
-        costs = []
-        for sequence in sequences:
-            row, end = sequence.held_row, sequence.num_cached + 1
-            has_room = sequence.request.num_sequences == 1
-            for first, rows, size in rooms:
-                has_room = has_room and end <= (first[row] + len(rows[row])) * size
-            costs.append(0 if has_room else self.cost(sequence, 1))
-        return costs
+        """What `cost` says of one more token of each of these: 0 for most, whose last block has room."""
+        if any(group.table.codes is not None for group in self._forwards.cache.groups.values()):
+            return [self.cost(sequence, 1) for sequence in sequences]
+        size = self._pool.block_size
+        return [
+            0 if sequence.num_cached % size and sequence.request.num_sequences == 1 else self.cost(sequence, 1)
+            for sequence in sequences
+        ]
 
     def can_ever_hold(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether so many tokens of so many sequences fit with nothing else there."""
@@ -156,6 +148,7 @@ class CacheMemory:
         that begin in between may be given keys of both models.) Before the first of the running requests begins, and
         after a pause, a look waits: then nothing of before a change is found.
         """
+        self._measure()
         if not self._keeps_texts or self._looked_at is None or time.monotonic() - self._looked_at < _LOOK_EVERY:
             return
         handle = self._model._hf_turbo
@@ -214,6 +207,10 @@ class CacheMemory:
             sequence.row = row
         for sequence in gone:
             sequence.row, sequence.num_cached = None, 0
+
+    def _measure(self) -> None:
+        """Adds up the layers' parts of a block: now, as it is asked for many times a step."""
+        self._sizes = [(group.manager, group.block_bytes) for group in self._pool.all_groups()]
 
     def _add(self, sequences: list[Sequence]) -> None:
         self._forwards.cache.add_rows(len(sequences))

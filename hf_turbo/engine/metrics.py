@@ -68,6 +68,14 @@ class EngineMetrics:
         blocks_used, blocks_cached, blocks_total: of the cache; cached ones are held by the prefix cache alone.
         asked_tokens, hit_tokens: prompt tokens that were looked up in the prefix cache, and those found.
         preemptions: requests that had to give way.
+        steps, rows: steps computed, and the sequences that took part, added up.
+        step_seconds: of the clock, from a step's beginning to its end. What the engine's thread does between steps,
+            where it takes requests in and sends results out, is no part of it.
+        host_seconds: the part of these in which the engine's own code ran: plans, the choice of tokens (with the
+            launches that it takes), transfers, tokens taken in, what is kept for other texts, the look at the model.
+            That is time of the clock as well: a wait for the interpreter while another thread has it, or for a lock,
+            counts. Left out are calls of the model's forward, with all that the cache does for them on the host, and
+            the wait for a step's tokens. With a GPU it is mostly hidden: the next step's work is done while one runs.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -98,7 +106,7 @@ class EngineMetrics:
             num_decoded: tokens that were said.
             num_rows: sequences that took part.
             seconds: that it took.
-            host_seconds: of these, what the host needed beside launching and waiting.
+            host_seconds: of these, what the host needed beside forwards and waiting for them.
         """
         with self._lock:
             now = self._clock()

@@ -11,10 +11,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..generation.known import ProcessorKinds
-from ..ops.transfer import to_device
+from ..ops.transfer import ints_to_device
+from .configs import RequestConfigs
 from .merging import merge_key
 from .stops import Stops
-from .supported import SEED, check_names, check_values
+from .supported import SEED
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class RequestOptions:
         stopping_criteria: StoppingCriteriaList | None = None,
         tokenizer: Any = None,
         prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        configs: RequestConfigs | None = None,
     ) -> RequestOptions:
         """What `model.generate()` would make of one prompt and these arguments.
 
@@ -59,31 +61,31 @@ class RequestOptions:
             logits_processor, stopping_criteria, prefix_allowed_tokens_fn: as of `generate()`, called with the rows of
                 this request that have not ended.
             tokenizer: needed for stop strings.
+            configs: of the model, where others of its requests have prepared theirs; None: this one's is prepared anew.
 
         Raises:
             ValueError: an override that is not known, or what `generate()` raises for these arguments.
             NotImplementedError: something that a request of many can't have.
         """
         own = dict(overrides)
-        check_names(own)
         seed = _checked_seed(own.pop(SEED, None))
-        config, defaulted = _prepare_config(model, generation_config, own)
+        device = model.device
+        prepared = (configs or RequestConfigs(model)).prepare(generation_config, own, device)
+        config = prepared.config
         if prefix_allowed_tokens_fn is not None and (config.num_return_sequences or 1) > 1:
             raise NotImplementedError(
                 "not available for one request of many: prefix_allowed_tokens_fn with num_return_sequences > 1; "
                 "call generate() for it"
             )
-        device = model.device
-        ids = to_device([list(prompt)], device, torch.int64)
-        model._prepare_special_tokens(config, True, device=device, batch_size=1)
+        ids = ints_to_device(prompt, device).unsqueeze(0)
         config = model._prepare_generated_length(
             generation_config=config,
             model_input_name="input_ids",
             inputs_tensor=ids,
             input_ids_length=ids.shape[1],
-            **defaulted,
+            **prepared.defaulted,
         )
-        model._validate_generated_length(config, ids.shape[1], defaulted["has_default_max_length"])
+        model._validate_generated_length(config, ids.shape[1], prepared.defaulted["has_default_max_length"])
         processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=ids.shape[1],
@@ -93,6 +95,7 @@ class RequestOptions:
             device=device,
             model_kwargs={},
         )
+        config._eos_token_tensor = prepared.eos  # the host looks for them
         criteria = model._get_stopping_criteria(
             generation_config=config,
             stopping_criteria=StoppingCriteriaList() if stopping_criteria is None else stopping_criteria,
@@ -100,7 +103,7 @@ class RequestOptions:
         )
         if config.do_sample and seed is None:
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        return cls(config, processors, Stops(criteria, device), ids.shape[1], seed if config.do_sample else None)
+        return cls(config, processors, Stops(criteria), ids.shape[1], seed if config.do_sample else None)
 
     @property
     def num_sequences(self) -> int:
@@ -150,25 +153,6 @@ class RequestOptions:
         Criteria that read the text are left out: the host waits for their answers.
         """
         return self.kinds.known and self.stops.are_known and not self.stops.read_text
-
-
-def _prepare_config(
-    model: Any, given: GenerationConfig | None, overrides: dict[str, Any]
-) -> tuple[GenerationConfig, dict[str, bool]]:
-    """The config of one request, and which of its lengths nobody has named, as `generate()` finds them."""
-    own = model.generation_config
-    defaulted = {
-        f"has_default_{name}": overrides.get(name) is None
-        and (given is None or getattr(given, name) is None)
-        and getattr(own, name) is None
-        for name in ("max_length", "min_length")
-    }
-    # Overrides come last, as generate()'s arguments do, but are not given along: both at once are deprecated.
-    config, _ = model._prepare_generation_config(given)
-    config.update(**overrides)
-    check_values(config, own)
-    model._validate_generation_mode(config.get_generation_mode(), config, {})
-    return config, defaulted
 
 
 def _checked_seed(seed: Any) -> int | None:

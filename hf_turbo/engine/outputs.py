@@ -56,7 +56,7 @@ class Submission:
         if self._began_at < 0 and request.status != Status.WAITING:
             self._began_at = time.perf_counter()
         outputs: list[GenerationOutput] = []
-        if not (self.streaming or request.is_over or [one for one in request.sequences if one.is_done]):
+        if not (self.streaming or request.is_over or (request.num_sequences > 1 and self._has_ends())):
             return outputs  # as for most, after most steps
         now = time.perf_counter()
         for index, name in enumerate(self.names):
@@ -72,6 +72,9 @@ class Submission:
             if has_ended or (self.streaming and num_new):
                 outputs.append(self._output(index, name, sequence, now if has_ended else -1.0))
         return outputs
+
+    def _has_ends(self) -> bool:
+        return any(sequence.is_done for sequence in self.request.sequences)
 
     def _output(self, index: int, name: str, sequence: Sequence | None, ended_at: float) -> GenerationOutput:
         request, error = self.request, None
@@ -194,7 +197,8 @@ class Outbox:
                 box.numbers.append(number)
                 box.changed.notify_all()
             self._hand_over(handed)
-            self._changed.notify_all()
+            if len(handed) < len(outputs):  # else a thread that waits would take the interpreter from the engine's
+                self._changed.notify_all()
 
     def take(self, name: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The oldest output, or the oldest one of a sequence; None where none comes.

@@ -54,7 +54,7 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Tokens that must be computed before the next one can be chosen; 1 for a text that is being continued."""
-        return self.length - self.num_cached
+        return len(self.tokens) + self.num_unknown - self.num_cached
 
     @property
     def held_row(self) -> int:
@@ -76,7 +76,7 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """Whether it has as many tokens as it may get, the last of which may not be known yet."""
-        return self.length >= self.request.max_length
+        return len(self.tokens) + self.num_unknown >= self.request.max_length
 
     def append(self, token: int, logprob: float | None, when: float) -> None:
         """Takes in one more token that has been said."""
@@ -124,6 +124,8 @@ class Request:
     #: Prompt tokens that were found in the cache.
     num_found: int = 0
     arrived_at: float = field(default_factory=time.perf_counter)
+    #: A text of fewer tokens goes on, unless its last one is an end token. (For the engine's quick way.)
+    quiet_below: float = 0.0
     #: Tokens of each text at most, the prompt's included; infinite without a limit.
     max_length: float = field(init=False)
 

@@ -153,8 +153,16 @@ class Scheduler:
         decoding: list[Sequence] = []
         behind: list[Request] = []
         for request in self._running:
-            live = request.live
-            if _decode_next(live):
+            if len(request.sequences) == 1:  # as `live` and `_decode_next` say; most are so, in every plan
+                [sequence] = request.sequences
+                length = len(sequence.tokens) + sequence.num_unknown
+                if length >= request.max_length or sequence.is_done:
+                    continue
+                if length - sequence.num_cached == 1:
+                    decoding.append(sequence)
+                else:
+                    behind.append(request)
+            elif _decode_next(live := request.live):
                 decoding += live
             else:
                 behind.append(request)

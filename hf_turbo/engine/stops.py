@@ -19,26 +19,23 @@ class Stops(TokenStops):
     `generate()` gives those that have ended more of them, which mean nothing.)
 
     Args:
-        criteria: what `generate()` would make of the request.
-        device: where the texts are.
+        criteria: what `generate()` would make of the request; end-of-text tokens best on the host, which reads them.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, device: torch.device) -> None:
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
-        self._rules = StopRules(criteria, device)
+        self._rules = StopRules(criteria, torch.device("cpu"))
         #: An extra call of every criterion goes unnoticed.
         self.are_known = criteria_are_known(criteria)
         #: Whether a criterion looks at more than the last token and the length.
         self.read_text = self._rules.reads_sequences
-        #: Shorter texts go on unless their last token ends them.
-        self._quiet_below = 0.0 if self.read_text else min(self._rules.next_notice, self.max_length or inf)
+        #: Shorter texts go on, and `keep` has nothing to say of them, unless their last token is one of `ends`.
+        self.quiet_below = 0.0 if self.read_text else min(self._rules.next_notice, self.max_length or inf)
 
-    def surely_goes_on(self, token: int, length: int) -> bool:
-        """Whether a text of so many tokens, this one the last, goes on, and `keep` has nothing to say of it.
-
-        The quick way for the many tokens of which that is so.
-        """
-        return length < self._quiet_below and token not in self._eos
+    @property
+    def ends(self) -> set[int]:
+        """Tokens that end a text."""
+        return self._eos
 
     def keep(self, new: list[int], length: int, text: Callable[[int], torch.Tensor]) -> tuple[list[int], bool]:
         """Those of a text's new tokens that are before its end, its last one included, and whether it has ended.

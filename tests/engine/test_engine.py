@@ -396,6 +396,7 @@ def test_every_token_is_counted_once(goes_ahead):
     assert metrics.decoded_tokens == sum(map(len, texts))
     assert metrics.first_token.count == len(requests)
     assert metrics.token_gap.count == sum(len(text) - 1 for text in texts)
+    assert not (engine._chooser._party.takers or engine._ends or engine._held_back)  # nothing of who is gone
     check_idle(engine, model)
 
 

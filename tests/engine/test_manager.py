@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_turbo.engine.manager import Manager
-from hf_turbo.engine.outputs import CANCELLED
+from hf_turbo.engine.outputs import CANCELLED, Handler, Outbox
 
 #: Nothing here takes seconds; a wait that does is one for ever.
 SOON = 30.0
@@ -573,3 +573,17 @@ def test_a_seed_of_the_config_settles_requests_without_one(model):
     first = seeds(ContinuousBatchingConfig(seed=1))
     assert first == seeds(ContinuousBatchingConfig(seed=1)) and len(set(first)) == 3
     assert first != seeds(ContinuousBatchingConfig(seed=2))
+
+
+def test_who_waits_for_results_is_woken_by_results_alone():
+    """A thread that wakes takes the interpreter from the engine's: not after every step."""
+    outbox, woken, handled = Outbox(), [], []
+    outbox.open()
+    outbox.expect(["mine"])
+    outbox.expect(["handled"], Handler(handled.append))
+    with patch.object(outbox._changed, "notify_all", lambda: woken.append(1)):
+        outbox.deliver([])
+        outbox.deliver([GenerationOutput(request_id="handled", status=RequestStatus.FINISHED)])
+        assert len(handled) == 1 and not woken
+        outbox.deliver([GenerationOutput(request_id="mine", status=RequestStatus.FINISHED)])
+    assert woken and outbox.take(timeout=SOON).request_id == "mine"

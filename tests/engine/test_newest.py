@@ -44,3 +44,13 @@ def test_rows_that_go_on_take_what_was_chosen_as_it_is():
     newest.put(tokens, [first, second])
     assert newest.tokens_of([(first, 1), (second, 1)]) is tokens
     assert newest.tokens_of([(second, 1), (first, 1)]).tolist() == [8, 7]
+
+
+def test_rows_that_go_on_beside_a_prompt():
+    newest = Newest(torch.device("cpu"))
+    first, second, prompt = sequence_of([1, 2], 1, 2), sequence_of([3], 1, 1), sequence_of([4, 5, 6, 9], 0, 1)
+    newest.put(torch.tensor([7, 8]), [first, second])
+    assert newest.tokens_of([(first, 1), (prompt, 2), (second, 1)]).tolist() == [7, 5, 6, 8]
+    assert newest.tokens_of([(second, 1), (prompt, 2), (first, 1)]).tolist() == [8, 5, 6, 7]
+    assert newest.tokens_of([(second, 1), (prompt, 2)]).tolist() == [8, 5, 6]
+    assert newest.tokens.tolist() == [7, 8]
