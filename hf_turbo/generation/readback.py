@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from ..ops.attention_config import next_power_of_2
+
 
 class Letter:
     """Small tensors of one step on their way to the host. Used again and again."""
 
     def __init__(self) -> None:
         self._at_home: list[torch.Tensor | None] = []
+        self._memory: dict[int, torch.Tensor] = {}  # pinned: getting it takes longer than a small copy
         self._arrived: torch.cuda.Event | None = None
 
     def send(self, *tensors: torch.Tensor | None) -> Letter:
@@ -21,14 +24,22 @@ class Letter:
         if device.type != "cuda":
             self._at_home = [None if x is None else x.cpu() for x in tensors]
             return self
-        if self._arrived is None or not self._fits(tensors):
-            self._at_home = [None if x is None else torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
+        if self._arrived is None:
             self._arrived = torch.cuda.Event()
+        if not self._fits(tensors):
+            self._at_home = [None if x is None else self._place_for(i, x) for i, x in enumerate(tensors)]
         for home, x in zip(self._at_home, tensors, strict=True):
             if home is not None and x is not None:
                 home.copy_(x, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(device))
         return self
+
+    def _place_for(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        """Room for the i-th tensor, which may be smaller than an earlier one."""
+        room = self._memory.get(i)
+        if room is None or room.dtype != x.dtype or len(room) < x.numel():
+            room = self._memory[i] = torch.empty(next_power_of_2(x.numel()), dtype=x.dtype, pin_memory=True)
+        return room[: x.numel()].view(x.shape)
 
     def _fits(self, tensors: tuple[torch.Tensor | None, ...]) -> bool:
         shapes = [None if x is None else x.shape for x in tensors]
