@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -240,41 +240,55 @@ def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     useless = TokenTree.of_paths([[0], [1], [0, 0], [0, 1]])
     variants["useless"] = Useless(useless, model.config.vocab_size, adaptive=True)
     groups = list(batches(args, tokenizer))
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    rounds_of: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    for _, inputs in groups[:: max(len(groups) // 8, 1)]:
+        for speculation in variants.values():
+            drafted(model, speculation, inputs, args.new)
+    measured: dict[tuple[str, str], list[DraftedText]] = defaultdict(list)
     same: dict[tuple[str, str], int] = defaultdict(int)
-    tokens: dict[str, int] = defaultdict(int)
-    for warm in (True, False):
-        for category, inputs in groups[:: max(len(groups) // 8, 1)] if warm else groups:
-            reference = None
-            for name, speculation in variants.items():
-                use(model, speculation)
-                drafter = handle_of(model).speculation
-                before = None if drafter is None else drafter.stats()
-                took, text = timed(model, inputs, args.new)
-                if warm:
-                    continue
-                seconds[category, name].append(took)
-                if drafter is None:
-                    reference = text
-                    tokens[category] += int((text != model.generation_config.pad_token_id).sum())
-                else:
-                    after = drafter.stats()
-                    pairs = ("tokens", "row_steps", "accepted", "drafted")
-                    for i, key in enumerate(pairs):
-                        rounds_of[category, name][i] += getattr(after, key) - getattr(before, key)
-                    same[category, name] += count_same(model, inputs, args.new, text, reference)
+    for place, (category, inputs) in enumerate(groups):
+        # Nobody's first call with a prompt as long as this is timed, nor does any variant always come first.
+        turn = [*variants][place % len(variants) :] + [*variants][: place % len(variants)]
+        for name in turn:
+            drafted(model, variants[name], inputs, 2)
+        found = {name: drafted(model, variants[name], inputs, args.new) for name in turn}
+        for name, one in found.items():
+            measured[category, name].append(one)
+            same[category, name] += count_same(model, inputs, args.new, one.text, found["plain"].text)
     common = dict(bench="speculation", device=device_name(device), versions=versions(), dtype=args.dtype)
+    padding = model.generation_config.pad_token_id
     for category in dict.fromkeys(category for category, _ in groups):
+        plain = measured[category, "plain"]
+        num_tokens = sum(int((one.text != padding).sum()) for one in plain)
         for name in variants:
-            took, (got, steps, accepted, drafted) = sum(seconds[category, name]), rounds_of[category, name]
-            count = sum(len(inputs["input_ids"]) for other, inputs in groups if other == category)
+            each = measured[category, name]
+            took = sum(one.seconds for one in each)
+            got, steps, accepted, guessed = (sum(one.counts[i] for one in each) for i in range(4))
             yield SpeculationRow(
-                case=f"{args.model}/b{args.batch}/{category}", variant=name, tokens_per_s=tokens[category] / took,
-                tokens_per_round=got / steps if steps else None, acceptance=accepted / drafted if drafted else None,
-                speedup=sum(seconds[category, "plain"]) / took, texts=count,
+                case=f"{args.model}/b{args.batch}/{category}", variant=name, tokens_per_s=num_tokens / took,
+                tokens_per_round=got / steps if steps else None, acceptance=accepted / guessed if guessed else None,
+                speedup=sum(one.seconds for one in plain) / took, texts=sum(len(one.text) for one in plain),
                 same_texts=None if name == "plain" else same[category, name], **common,
             )  # fmt: skip
+
+
+class DraftedText(NamedTuple):
+    """A call: seconds, new tokens `[rows, new]`, and of its rounds tokens, forwards a row, accepted and drafted."""
+
+    seconds: float
+    text: torch.Tensor
+    counts: tuple[int, int, int, int]
+
+
+def drafted(model: Any, speculation: Any | None, inputs: dict[str, torch.Tensor], new: int) -> DraftedText:
+    """A greedy call, drafted in this way."""
+    use(model, speculation)
+    drafter = handle_of(model).speculation
+    before = None if drafter is None else drafter.stats()
+    seconds, text = timed(model, inputs, new)
+    after = None if drafter is None else drafter.stats()
+    names = ("tokens", "row_steps", "accepted", "drafted")
+    a, b, c, d = (0 if after is None else getattr(after, name) - getattr(before, name) for name in names)
+    return DraftedText(seconds, text, (a, b, c, d))
 
 
 def count_same(model: Any, inputs: dict[str, torch.Tensor], new: int, text: torch.Tensor, plain: torch.Tensor) -> int:
