@@ -41,10 +41,11 @@ MAX_LINES = 450
 KERNELS = {
     PACKAGE / "ops" / f"{name}.py"
     for name in (
-        "accept_drafts", "activation", "argmax", "attention_masks", "copy_blocks", "int4_kernels", "int4_linear",
-        "int4_rows", "int4_tiles", "kv_code_kernels", "kv_code_numbers", "linear_kernels", "linear_rows",
-        "merge_splits", "move_kv", "norm", "packed_tokens", "paged_attention", "permute_columns", "quantize_kv",
-        "quantized_attention", "quantized_tiles", "rotary", "rotate", "store_kv", "top_ranks", "work_items",
+        "accept_round", "activation", "argmax", "attention_masks", "copy_blocks", "head_block", "int4_kernels",
+        "int4_linear", "int4_rows", "int4_tiles", "kv_code_kernels", "kv_code_numbers", "linear_kernels",
+        "linear_rows", "merge_splits", "move_kv", "norm", "packed_tokens", "paged_attention", "permute_columns",
+        "quantize_kv", "quantized_attention", "quantized_tiles", "repeat_text", "rotary", "rotate", "store_kv",
+        "tree_tokens", "work_items",
     )
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Greedy rounds on a GPU with the host one round behind: a draft is verified while the last one's outcome is read.
 
-What a round needs of the one before - the last tokens, how long the rows are, the next guesses of Medusa heads - stays
-on the device. The host, which must find blocks for the tokens and see where texts end, catches up one round later.
+What a round needs of the one before - the last tokens, how long the rows are, the next guesses of Medusa heads, what a
+text said the last time - stays on the device. The host, which must find blocks for the tokens and see where texts end,
+catches up one round later.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache.token_tree import TokenTree
 from ..modeling.graphs import Followed
 from ..modeling.step_graph import StepGraph
-from ..ops.dispatch import accept_drafts, argmax, token_addresses
+from ..ops.dispatch import accept_round, token_addresses
+from .device_texts import DeviceTexts
 from .drafts import Draft, Guesses
 from .readback import Letter
 from .tree_steps import TreeSteps
@@ -32,49 +34,45 @@ class GreedyFollower:
         guesses: makes the next drafts; None: there are none on the device.
     """
 
-    def __init__(self, tree: TokenTree, guesses: Guesses | None) -> None:
-        self._tree, self._guesses = tree, guesses
+    def __init__(self, tree: TokenTree, guesses: Guesses | DeviceTexts | None) -> None:
+        self._tree, self.guesses = tree, guesses
         self._addresses: list[tuple[object, torch.Tensor]] | None = None
 
     @property
     def key(self) -> Hashable:
         """Equal for followers that compute the same."""
-        return self._tree, id(self._guesses)
+        return self._tree, id(self.guesses)
 
     def __call__(self, graph: StepGraph) -> torch.Tensor:
         """For each row of the graph, int64 `[rows, depth + 3 + nodes]`: the accepted tokens, then at their number the
-        model's own; that number; tokens in the cache; the next draft, or the next root alone.
+        model's own; that number; tokens in the cache; the largest next draft, or the next root alone; of `DeviceTexts`
+        one more column, as of `DeviceTexts.follow`.
 
-        The next round's positions, lengths and tokens are left where the graph reads them.
+        The next round's positions, lengths and tokens are left where the graph reads them, if it is of this shape.
         """
-        num_nodes = self._tree.num_nodes
-        tokens = graph.tensors["input_ids"].view(-1, num_nodes)
+        tokens = graph.tensors["input_ids"].view(-1, self._tree.num_nodes)
+        positions = graph.tensors["position_ids"].view(-1, *tokens.shape)
         output: Any = graph.output
-        chosen = argmax(output.logits.flatten(0, 1)).view(tokens.shape)
+        guesses, hidden, room = self.guesses, None, 1
+        if isinstance(guesses, DeviceTexts):
+            room = guesses.tree.num_nodes + 1
+        elif guesses is not None:
+            hidden, room = graph.head_input, guesses.tree.num_nodes
         tree = self._tree.tensors(tokens.device)
-        verdict = accept_drafts(
-            tokens, chosen, graph.seq_lens, tree.parents, tree.ancestors, tree.paths, tree.depths, tree.preference
-        )
+        after = accept_round(
+            output.logits.flatten(0, 1), tokens, positions, graph.seq_lens, graph.last_position,
+            tree.parents, tree.ancestors, tree.paths, tree.depths, tree.preference,
+            hidden=None if hidden is None else hidden.flatten(0, -2), room=room,
+        )  # fmt: skip
         if not self._tree.is_chain:
-            self._move(graph, graph.seq_lens - num_nodes, verdict.path, verdict.counts)
-        following = verdict.roots.unsqueeze(1)
-        if self._guesses is not None:
-            hidden = graph.head_input
-            if hidden is not None:
-                rows = torch.arange(len(tokens), device=tokens.device) * num_nodes
-                hidden = hidden.flatten(0, -2).index_select(0, rows + verdict.last)
-            following = self._guesses.guess(hidden, verdict.roots)
-        lengths = verdict.lengths.unsqueeze(1)
-        result = torch.cat([verdict.outcome, lengths, following], dim=1)
-        if following.shape == tokens.shape:
-            tokens.copy_(following)
-        positions = graph.tensors["position_ids"]
-        by_node = positions.view(*positions.shape[:-2], -1, num_nodes)
-        roots = by_node[..., :1] + verdict.counts.unsqueeze(1)
-        by_node.copy_(torch.minimum(roots + tree.depths, graph.last_position))
-        # Rows that are not used stay empty.
-        graph.seq_lens.copy_(torch.where(graph.seq_lens > num_nodes, graph.seq_lens + verdict.counts, 0))
-        return result
+            self._move(graph, after.bases, after.path, after.counts)
+        following = after.result[:, -room:]
+        if isinstance(guesses, DeviceTexts):
+            guesses.follow(after.outcome, after.lengths, (following, tokens))
+        elif guesses is not None:
+            places = (following, tokens) if following.shape == tokens.shape else (following,)
+            guesses.guess(after.hidden, following[:, 0], places)
+        return after.result
 
     def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
         if self._addresses is None:  # once, before the capture
@@ -93,7 +91,17 @@ class AheadRound:
 
     letter: Letter
     depth: int
-    num_drafted: int
+    #: Tokens; None: the outcome of the round before tells.
+    num_drafted: int | None
+
+
+class Outcome(NamedTuple):
+    """What a round has come to, a row each."""
+
+    #: The accepted tokens, the model's own after them, -1 beyond, and the number of the accepted ones.
+    numbers: list[list[int]]
+    #: What the follower left for the next round, as of `DeviceTexts.follow`.
+    following: list[list[int]]
 
 
 class AheadRounds:
@@ -104,11 +112,11 @@ class AheadRounds:
         guesses: drafts on the device, if that is how the drafter works.
     """
 
-    def __init__(self, steps: TreeSteps, guesses: Guesses | None) -> None:
+    def __init__(self, steps: TreeSteps, guesses: Guesses | DeviceTexts | None) -> None:
         self._steps, self._guesses = steps, guesses
         self._num_rows = len(steps.lengths)
         self._under_way: deque[AheadRound] = deque()
-        self._spare = [Letter(), Letter()]
+        self._spare: dict[int, list[Letter]] = {}  # by depth, as all of one depth have one shape
         self._following: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
         self._last: Followed | None = None
@@ -129,59 +137,57 @@ class AheadRounds:
         return all(one.depth == 0 for one in self._under_way)
 
     def launch(self, draft: Draft) -> bool:
-        """Begins a round; False: there can't be one, now or behind those under way.
-
-        Args:
-            draft: its root does not count where a round is under way: it is on the device then.
-        """
-        tokens = draft.tokens
-        if self._following is not None:
-            tokens = torch.cat([self._following[:, :1], tokens[:, 1:]], dim=1)
-        return self._launch(draft.tree, tokens, draft.num_drafted, guesses=draft.num_drafted > 0)
+        """Begins the first round; False: there can't be one."""
+        guesses = draft.num_drafted > 0 or isinstance(self._guesses, DeviceTexts)
+        return self._launch(draft.tree, draft.tokens.clamp_min(0), draft.num_drafted, guesses)
 
     def launch_root(self) -> bool:
-        """The same without a draft, behind a round under way."""
-        if self._following is None:
-            raise ValueError("no round is under way whose tokens could be gone on from")
-        root = self._following if self._following.shape[1] == 1 else self._following[:, :1]
-        return self._launch(_ROOT, root, 0)
+        """Begins a plain step behind a round under way; False: there can't be one."""
+        return self._launch(_ROOT, None, 0, guesses=False)
 
-    def launch_guess(self) -> bool:
+    def launch_guess(self, tree: TokenTree) -> bool:
         """The same with what the last round guessed; a plain step that guesses, where it was one that did not."""
-        if self._guesses is None or self._following is None:
+        if self._following is None or self._guesses is None:
             raise ValueError("no round is under way whose outcome could be guessed from")
-        tree = self._guesses.tree
-        if self._following.shape[1] != tree.num_nodes:
-            return self._launch(_ROOT, self._following[:, :1], 0, guesses=True)
-        return self._launch(tree, self._following, tree.max_depth * self._num_rows, guesses=True)
+        if self._following.shape[1] < tree.num_nodes:
+            tree = _ROOT
+        is_told = isinstance(self._guesses, DeviceTexts)
+        return self._launch(tree, None, None if is_told else tree.max_depth * self._num_rows, guesses=True)
 
-    def _launch(self, tree: TokenTree, tokens: torch.Tensor, num_drafted: int, guesses: bool = False) -> bool:
+    def _launch(self, tree: TokenTree, tokens: torch.Tensor | None, num_drafted: int | None, guesses: bool) -> bool:
+        """Begins a round, with what the last one left where no tokens are given."""
         follower = GreedyFollower(tree, self._guesses if guesses else None)
         ahead, last = sum(one.depth + 1 for one in self._under_way), self._last
         result = None
-        if last is not None and tokens is self._following and last.key == follower.key:
-            result = self._steps.go_on(tree, last, ahead)
+        if tokens is None:
+            if last is None or self._following is None:
+                raise ValueError("no round is under way whose tokens could be gone on from")
+            if last.key == follower.key:
+                result = self._steps.go_on(tree, last, ahead)
+            tokens = self._following[:, : tree.num_nodes]
         if result is None:
-            drafted = tokens.clamp_min(0)
-            result = self._steps.forward_ahead(tree, drafted, self._lengths, ahead, follower.key, follower)
+            result = self._steps.forward_ahead(tree, tokens, self._lengths, ahead, follower.key, follower)
         if result is None:
             self._is_closing = True
             return False
         self._last = result
-        columns = tree.max_depth + 2
-        outcome, lengths, following = result.result.tensor_split([columns, columns + 1], dim=1)
-        self._following, self._lengths = following[: self._num_rows], lengths[: self._num_rows, 0]
-        letter = self._spare.pop().send(outcome)
-        self._under_way.append(AheadRound(letter, tree.max_depth, num_drafted))
+        depth = tree.max_depth
+        following = result.result[: self._num_rows, depth + 3 :]
+        self._following = following[:, :-1] if isinstance(follower.guesses, DeviceTexts) else following
+        self._lengths = result.result[: self._num_rows, depth + 2]
+        spare = self._spare.setdefault(depth, [])
+        letter = (spare.pop() if spare else Letter()).send(result.result)
+        self._under_way.append(AheadRound(letter, depth, num_drafted))
         return True
 
-    def receive(self) -> tuple[list[list[int]], AheadRound]:
-        """The oldest round's outcome, a row each: accepted tokens, the model's own after them, their number last."""
+    def receive(self) -> tuple[Outcome, AheadRound]:
+        """The oldest round's outcome."""
         one = self._under_way.popleft()
-        [outcome] = one.letter.open()
-        self._spare.append(one.letter)
+        [result] = one.letter.open()
+        self._spare[one.depth].append(one.letter)
         if not self._under_way:
             self._following = self._lengths = self._last = None
-        if outcome is None:
+        if result is None:
             raise RuntimeError("a round came home without its outcome")
-        return outcome[: self._num_rows].tolist(), one
+        rows, columns = result[: self._num_rows].tolist(), one.depth + 2
+        return Outcome([row[:columns] for row in rows], [row[columns + 1 :] for row in rows]), one

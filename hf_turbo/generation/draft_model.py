@@ -133,7 +133,6 @@ class _Session:
     """
 
     guesses = None
-    foresees = False
     is_stale = False
 
     def __init__(self, model: Any, cache: PagedCache, context: DraftContext) -> None:
@@ -155,7 +154,7 @@ class _Session:
         first = prompt[:, -1:]
         self._steps = TreeSteps(model, kwargs, self._known(first), context.max_new, alone=True)
 
-    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
+    def propose(self, size: int, texts: Texts) -> Draft | None:
         # All of a row's text but its last two tokens is in the cache, and perhaps what has been rejected.
         known = [length - pad - 2 for length, pad in zip(texts.lengths, self._padding(texts), strict=True)]
         self._steps.keep([n - length for n, length in zip(known, self._steps.lengths, strict=True)])

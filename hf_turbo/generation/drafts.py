@@ -11,6 +11,7 @@ import torch
 from ..cache.token_tree import TokenTree
 from ..modeling.head_input import HeadInput
 from .acceptance import Accepted
+from .device_texts import DeviceTexts
 from .pace import Pace
 from .texts import Texts
 
@@ -53,6 +54,8 @@ class DraftContext:
         head_input: where forwards leave what the model's head is given, if the drafter asked for it.
         max_new: tokens that a row may get; None without a limit.
         pace: what rounds take.
+        lengths: tokens of each row that are cached: those of the prompt.
+        goes_ahead: tokens are the likeliest ones, and the host may be one round behind.
     """
 
     model: Any
@@ -63,6 +66,8 @@ class DraftContext:
     head_input: HeadInput | None
     max_new: int | None
     pace: Pace
+    lengths: Sequence[int]
+    goes_ahead: bool
 
 
 class Guesses(Protocol):
@@ -72,12 +77,15 @@ class Guesses(Protocol):
     def tree(self) -> TokenTree:
         """Their shape."""
 
-    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
+    def guess(
+        self, hidden: torch.Tensor | None, roots: torch.Tensor, out: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """Tokens of the tree, int64 `[rows, nodes]`, after the rows' newest tokens, int64 `[rows]`.
 
         Args:
             hidden: `[rows, hidden_size]`, what the newest tokens were chosen by; None where the drafter does not
                 read it.
+            out: up to two tensors to leave the tokens in, the first of which comes back; `roots` may be a column of it.
         """
 
 
@@ -85,23 +93,15 @@ class DraftSession(Protocol):
     """A drafter at work on the rows of one call."""
 
     @property
-    def guesses(self) -> Guesses | None:
+    def guesses(self) -> Guesses | DeviceTexts | None:
         """How drafts are made on the device, if they are."""
-
-    @property
-    def foresees(self) -> bool:
-        """Whether it can propose what follows tokens that are not known yet."""
 
     @property
     def is_stale(self) -> bool:
         """Whether it has to `learn` before it can propose."""
 
-    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
-        """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose.
-
-        Args:
-            num_unknown: tokens that each row has more than are known; the draft follows them.
-        """
+    def propose(self, size: int, texts: Texts) -> Draft | None:
+        """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose."""
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         """Takes in what was accepted of the last forward's nodes, before the host knows it."""

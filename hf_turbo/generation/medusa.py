@@ -10,11 +10,11 @@ import torch
 
 from ..cache.token_tree import MAX_NODES, TokenTree
 from ..modeling.head_input import HeadInput, make_watchable
-from ..ops.dispatch import top_ranks
-from ..ops.reference_drafts import MAX_RANKS
+from ..ops.dispatch import linear, serves_linear, tree_tokens
+from ..ops.reference_heads import head_by_head
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext, cost_to_verify
-from .medusa_heads import MedusaHeads, output_projection
+from .medusa_heads import MedusaHeads, is_plain_linear, output_projection
 from .medusa_trees import PUBLISHED_TREES, search_tree
 from .texts import Texts
 
@@ -118,9 +118,9 @@ class MedusaDrafter:
         self.sizes = (tree.max_depth,)
         self._heads = heads
         self._project = output_projection(model)
-        ranks, depths = torch.tensor(tree.ranks[1:]), torch.tensor(tree.depths[1:])
-        self._num_ranks = int(ranks.max()) + 1
-        self._places = (depths - 1) * self._num_ranks + ranks
+        self._fuses = model._hf_turbo.config.fused_layers
+        self._num_ranks = max(tree.ranks) + 1
+        self._places = torch.tensor([[depth - 1 for depth in tree.depths], tree.ranks])  # each node's head and rank
 
     def cost(self, size: int) -> float:
         """Of verifying it."""
@@ -144,37 +144,43 @@ class MedusaDrafter:
         return _Session(self, context.head_input)
 
     @torch.no_grad()
-    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor) -> torch.Tensor:
-        """The tree's tokens, int64 `[rows, nodes]`; see `Guesses`."""
+    def guess(
+        self, hidden: torch.Tensor | None, roots: torch.Tensor, out: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """The tree's tokens, int64 `[rows, nodes]`; see `Guesses`.
+
+        Args:
+            out: up to two tensors to leave them in, as of `tree_tokens`.
+        """
         if hidden is None:
             raise ValueError("Medusa heads need what the model's head is given")
-        features = self._heads.features(hidden)[:, : self.tree.max_depth]
-        logits, num_ranks = self._logits(features).flatten(0, 1), self._num_ranks
-        # The kernel takes as many ranks as published trees have, and some more.
-        best = top_ranks(logits, num_ranks) if num_ranks <= MAX_RANKS else logits.topk(num_ranks, dim=-1).indices
-        if self._places.device != best.device:
-            self._places = self._places.to(best.device)
-        best = best.reshape(len(hidden), -1)
-        return torch.cat([roots.unsqueeze(1), best.index_select(1, self._places)], dim=1)
+        logits = self._logits(self._heads.features(hidden, self.tree.max_depth))
+        if self._places.device != logits.device:
+            self._places = self._places.to(logits.device)
+        heads, ranks = self._places
+        return tree_tokens(logits, roots, heads, ranks, self._num_ranks, out)
 
     def _logits(self, features: torch.Tensor) -> torch.Tensor:
         """`[rows, heads, vocabulary]` of what the blocks gave, `[rows, heads, hidden_size]`."""
-        if self._heads.projections is None:
-            return self._project(features)
-        own = self._heads.projections[: self.tree.max_depth]
-        return torch.bmm(features.transpose(0, 1), own.transpose(1, 2)).transpose(0, 1)
+        if self._heads.projections is not None:
+            return head_by_head(features, self._heads.projections[: self.tree.max_depth])
+        project, rows = self._project, features.flatten(0, 1)
+        if self._fuses and is_plain_linear(project, rows.device):
+            weight: Any = project.weight
+            if serves_linear(len(rows), [weight], rows.dtype, rows.device, activation=False):
+                logits = linear(rows, [weight], [project.bias])
+                return logits.view(*features.shape[:2], -1)
+        return project(features)
 
 
 class _Session:
-    foresees = False
-
     def __init__(self, drafter: MedusaDrafter, watch: HeadInput) -> None:
         self.guesses = drafter
         self.is_stale = False
         self._watch = watch
         self._hidden = watch.take()[:, -1]  # [rows, hidden_size], which the newest tokens are chosen by
 
-    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
+    def propose(self, size: int, texts: Texts) -> Draft | None:
         tokens = self.guesses.guess(self._hidden, texts.last)
         tree = self.guesses.tree
         return Draft(tree, tokens, tree.max_depth * texts.num_rows, typical=self.guesses.typical)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ..ops.dispatch import head_block
+from ..ops.reference_heads import head_by_head
 from .medusa_files import find_heads, read_config, read_tensors, replace_file, weights_name
 from .medusa_layout import HeadTensors, arrange, published_names
 
@@ -164,23 +165,22 @@ class MedusaHeads(nn.Module):
         """
         return self.project(self.features(hidden), project)
 
-    def features(self, hidden: Tensor) -> Tensor:
-        """What each head's blocks give: `[..., H]` to `[..., num_heads, H]`."""
-        rows = hidden.reshape(-1, self.hidden_size)
-        x = rows.unsqueeze(1).expand(-1, self.num_heads, -1)
-        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            if number == 0:  # all heads read the same rows: one product
-                y = F.linear(rows, weight.flatten(0, 1), bias.flatten()).view(x.shape)
-            else:
-                y = _head_by_head(x, weight) + bias
-            x = x + F.silu(y)
-        return x.reshape(*hidden.shape[:-1], self.num_heads, self.hidden_size)
+    def features(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
+        """What each head's blocks give: `[..., H]` to `[..., num_heads, H]`.
+
+        Args:
+            num_heads: only of the first so many; None: of all.
+        """
+        x = hidden.reshape(-1, self.hidden_size)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = head_block(x, weight[:num_heads], bias[:num_heads])
+        return x.reshape(*hidden.shape[:-1], *x.shape[1:])
 
     def project(self, features: Tensor, project: Projection | None = None) -> Tensor:
         """Logits `[..., num_heads, V]` of what `features` gave; `project` as in `forward`."""
         if self.projections is not None:
             rows = features.reshape(-1, self.num_heads, self.hidden_size)
-            return _head_by_head(rows, self.projections).reshape(*features.shape[:-1], self.vocab_size)
+            return head_by_head(rows, self.projections).reshape(*features.shape[:-1], self.vocab_size)
         if project is None:
             raise ValueError("these heads share the model's projection: give it as `project`")
         return project(features)
@@ -217,11 +217,6 @@ class MedusaHeads(nn.Module):
         return {key: value for key, value in known.items() if value is not None}
 
 
-def _head_by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """`[R, heads, K]` times each head's `[N, K]`: `[R, heads, N]`."""
-    return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
-
-
 def output_projection(model: PreTrainedModel) -> nn.Module:
     """The module that turns a model's last hidden states into logits.
 
@@ -232,6 +227,14 @@ def output_projection(model: PreTrainedModel) -> nn.Module:
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embedding, so it can't have Medusa heads")
     return head
+
+
+def is_plain_linear(module: nn.Module, device: torch.device) -> bool:
+    """Whether a module is torch's linear with nothing around it, its weight a tensor of the usual kind on a device."""
+    kind = getattr(type(module), "_hf_turbo_original_class", type(module))  # what a watched head was
+    if kind is not nn.Linear or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return type(module.weight) is nn.Parameter and module.weight.device == device
 
 
 def projection_sizes(model: PreTrainedModel) -> tuple[int, int]:

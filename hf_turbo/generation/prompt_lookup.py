@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +10,10 @@ import torch
 from ..cache.token_tree import TokenTree
 from ..ops.transfer import to_device
 from .acceptance import Accepted
-from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens, cost_to_verify
-from .match_gain import MatchGain
+from .device_texts import SpareTexts
+from .drafts import Draft, DraftContext, DraftSession, chain_sizes, check_num_tokens, cost_to_verify
+from .lookup_ahead import LookupAhead
+from .match_gain import MatchGain, OpenGuesses
 from .pace import Pace
 from .suffix_index import SuffixIndex
 from .texts import Texts
@@ -45,6 +45,8 @@ class PromptLookup:
         self.min_match, self.adaptive = min_match, adaptive
         #: What greedy text has taught so far.
         self.gain = MatchGain()
+        self._ahead_gain = MatchGain(ahead=True)
+        self._spare = SpareTexts(self.sizes[-1], min_match)
 
     def __repr__(self) -> str:
         return f"PromptLookup(num_tokens={self.sizes[-1]}, min_match={self.min_match}, adaptive={self.adaptive})"
@@ -66,16 +68,19 @@ class PromptLookup:
         return True
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Of texts on the device."""
+        self._spare.clear()
 
-    def begin(self, context: DraftContext) -> _Session:
+    def begin(self, context: DraftContext) -> DraftSession:
         """Reads the prompts, left padding left out."""
+        if context.goes_ahead and self._spare.can_serve:
+            return LookupAhead(context, self, self._ahead_gain, self._spare)
         # What depends on earlier calls would draw other random numbers with the same seed.
         gain = MatchGain() if context.samples else self.gain
         return _Session(context, self, gain)
 
     def repeats(
-        self, rows: Sequence[LookupRow], gain: MatchGain, pace: Pace, size: int, num_unknown: int = 0
+        self, rows: Sequence[LookupRow], gain: MatchGain, pace: Pace, size: int
     ) -> list[list[int]]:
         """What followed the last time in each row: as many tokens as promise most; empty where nothing does.
 
@@ -84,31 +89,26 @@ class PromptLookup:
             gain: what longer and shorter matches have come to.
             pace: what rounds with as many rows take.
             size: tokens a row at most.
-            num_unknown: tokens that each row has more than are known. They are taken for those that followed the last
-                time, and left out.
 
         Returns:
             Lists of one of the drafter's sizes, filled up with -1.
         """
-        sizes = [n for n in self.sizes if n <= size]
-        if self.adaptive:
-            # What is worth a try goes by the lengths of the rows' matches.
-            matches = [row.match if row.match >= self.min_match else 0 for row in rows]
-            expected = [max(gain.expected(match) - num_unknown, 0.0) for match in matches]
-            size = gain.best_size(expected, {n: pace.relative_cost(n) or self.cost(n) for n in sizes})
+        size = self.choose([row.match if row.match >= self.min_match else 0 for row in rows], gain, pace, size)
         if size == 0:
             return []
-        proposals = [row.propose(size + num_unknown, self.min_match)[num_unknown:] for row in rows]
-        longest = max(map(len, proposals))
-        if longest == 0:
-            return []
-        length = next(n for n in sizes if n >= longest)
-        return [proposal + [-1] * (length - len(proposal)) for proposal in proposals]
+        proposals = [row.propose(size, self.min_match) for row in rows]
+        return [found or [-1] * size for found in proposals] if any(proposals) else []
+
+    def choose(self, matches: Sequence[int], gain: MatchGain, pace: Pace, size: int) -> int:
+        """How many tokens to draft, up to `size`, after matches of so many tokens, one a row; 0: a plain step."""
+        if not self.adaptive:
+            return size
+        costs = {n: pace.relative_cost(n) or self.cost(n) for n in self.sizes if n <= size}
+        return gain.best_size([gain.expected(match) for match in matches], costs)
 
 
 class _Session:
     guesses = None
-    foresees = True
     is_stale = False
 
     def __init__(self, context: DraftContext, drafter: PromptLookup, gain: MatchGain) -> None:
@@ -120,10 +120,10 @@ class _Session:
             rows = [row[pad:] for row, pad in zip(rows, leading, strict=True)]
         self._rows = [LookupRow(row) for row in rows]
 
-    def propose(self, size: int, texts: Texts, num_unknown: int = 0) -> Draft | None:
+    def propose(self, size: int, texts: Texts) -> Draft | None:
         for row, new in zip(self._rows, texts.new, strict=True):
             row.read(new, self._drafter.sizes[-1], self._gain)
-        tokens = self._drafter.repeats(self._rows, self._gain, self._pace, size, num_unknown)
+        tokens = self._drafter.repeats(self._rows, self._gain, self._pace, size)
         return chain_of(tokens, texts.last) if tokens else None
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
@@ -151,7 +151,7 @@ class LookupRow:
     def __init__(self, tokens: list[int]) -> None:
         self._index = SuffixIndex(tokens)
         self._num_read = 0
-        self._guesses: deque[_Guess] = deque()
+        self._guesses = OpenGuesses()
         #: Tokens of the longest piece that is the text's end and was there before.
         self.match = self._index.match()[0]
 
@@ -164,14 +164,12 @@ class LookupRow:
             gain: learns from it.
         """
         for token in new[self._num_read :]:
-            for guess in [guess for guess in self._guesses if guess.ends_with(token)]:
-                gain.note(guess.match, guess.num_right)
-                self._guesses.remove(guess)
+            self._guesses.read(token, gain)
             self._index.append(token)
             self._num_read += 1
             self.match = self._index.match()[0]
             if self.match:
-                self._guesses.append(_Guess(self.match, self._index.propose(num_guessed)))
+                self._guesses.add(self.match, self._index.propose(num_guessed))
 
     def propose(self, num_tokens: int, min_match: int) -> list[int]:
         """What followed the last time; nothing without a match of so many tokens."""
@@ -182,19 +180,3 @@ def chain_of(tokens: Sequence[Sequence[int]], last: torch.Tensor) -> Draft:
     """A draft of what `PromptLookup.repeats` has found, after each row's newest token, int64 `[rows]`."""
     chains = torch.cat([last.unsqueeze(1), to_device(tokens, last.device, torch.int64)], dim=1)
     return Draft(TokenTree.chain(len(tokens[0])), chains, sum(token >= 0 for row in tokens for token in row))
-
-
-@dataclass
-class _Guess:
-    """What followed a match, while it is not known how much of it is right."""
-
-    match: int
-    tokens: list[int]
-    num_right: int = 0
-
-    def ends_with(self, token: int) -> bool:
-        """Takes in the next token; whether no more can be right."""
-        if self.tokens[self.num_right] != token:
-            return True
-        self.num_right += 1
-        return self.num_right == len(self.tokens)

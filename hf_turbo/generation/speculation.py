@@ -22,6 +22,7 @@ from ..modeling.head_input import HeadInput
 from .ahead_rounds import AheadRounds
 from .drafts import Draft, DraftContext, Drafter
 from .known import ProcessorKinds, criteria_are_known
+from .lookup_ahead import LookupAhead
 from .loop import can_sample, runs_ahead
 from .pace import Pace
 from .prefix import keep_text
@@ -141,9 +142,13 @@ class _Rounds:
         self._rows, self._steps, self._pace = rows, steps, pace
         samples = bool(rows.config.do_sample)
         mask = None if mask is None else mask[:, :-1]
-        context = DraftContext(model, rows.texts, mask, samples, rows.draws, watch, rows.max_new, pace)
-        self._session = drafter.begin(context)
         self._goes_ahead = rows.is_plain and runs_ahead(rows.prompt.device)
+        context = DraftContext(
+            model, rows.texts, mask, samples, rows.draws, watch, rows.max_new, pace, steps.lengths, self._goes_ahead
+        )
+        self._drafter, self._session = drafter, drafter.begin(context)
+        #: When the last outcome was known: all time since is what the next one took.
+        self._since = time.perf_counter()
 
     def run(self, first: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """All of them, after the prompt's last logits `[rows, 1, vocabulary]`."""
@@ -152,6 +157,7 @@ class _Rounds:
             no_token = rows.prompt.new_zeros(len(rows.prompt), 1)  # a prompt of embeddings has no last one
             rows.take(rows.choice(Draft(_ROOT, no_token, 0), first))
             self._pace.new_text()
+            self._since = time.perf_counter()
             while not all(rows.done):
                 self._drop_done()
                 size = 0 if self._session.is_stale else self._pace.choose()
@@ -170,7 +176,7 @@ class _Rounds:
 
     def _run_one(self, draft: Draft | None) -> None:
         """One round, from a draft to its outcome."""
-        began, rows = time.perf_counter(), self._rows
+        rows = self._rows
         draft = draft or self._root()
         tree = draft.tree
         logits = self._steps.forward(tree, draft.tokens)
@@ -181,61 +187,68 @@ class _Rounds:
         num_open = rows.done.count(False)
         added, num_accepted = rows.take(accepted)
         self._steps.keep(added)
-        self._note(tree.max_depth, draft.num_drafted, num_accepted, began, num_open)
+        self._note(tree.max_depth, draft.num_drafted, num_accepted, num_open)
 
     def _run_ahead(self, draft: Draft | None) -> bool:
         """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
         ahead = AheadRounds(self._steps, self._session.guesses)
         if not ahead.launch(draft or self._root()):
             return False
-        began = time.perf_counter()
         while ahead.num_under_way:
             while self._launch_next(ahead):
                 pass
-            if ahead.num_under_way:
-                began = self._receive(ahead, began)
+            self._receive(ahead)
         self._steps.keep([0] * len(self._rows.done))
         self._session.miss()
         return True
 
     def _launch_next(self, ahead: AheadRounds) -> bool:
         """Begins one more round; False: not now."""
-        num_under_way = ahead.num_under_way
-        if num_under_way == 2 or any(self._rows.done) or ahead.is_closing or self._are_enough(num_under_way):
+        num_under_way, session = ahead.num_under_way, self._session
+        if num_under_way == 2 or self._must_drop() or ahead.is_closing or self._are_enough(num_under_way):
             return False
-        size, session = self._pace.choose(), self._session
-        if num_under_way == 0:
-            draft = (session.propose(size, self._rows.texts) if size else None) or self._root()
-            return ahead.launch(draft)
-        if session.guesses is not None:
-            return ahead.launch_guess() if size else ahead.launch_root()
-        if not ahead.only_plain_under_way or (size and not session.foresees):
-            return False
-        foreseen = session.propose(size, self._rows.texts, num_under_way) if size else None
-        return ahead.launch_root() if foreseen is None else ahead.launch(foreseen)
+        size = self._pace.choose()
+        if isinstance(session, LookupAhead):
+            return not session.is_stale and ahead.launch_guess(self._drafter.tree_of(session.choose(size)))
+        if size:
+            return session.guesses is not None and ahead.launch_guess(self._drafter.tree_of(size))
+        return (session.guesses is not None or ahead.only_plain_under_way) and ahead.launch_root()
 
-    def _receive(self, ahead: AheadRounds, began: float) -> float:
-        """Takes in the oldest round's outcome; answers with when that was."""
-        numbers, one = ahead.receive()
-        num_open = self._rows.done.count(False)
-        added, num_accepted = self._rows.take_numbers(numbers)
+    def _receive(self, ahead: AheadRounds) -> None:
+        """Takes in the oldest round's outcome."""
+        outcome, one = ahead.receive()
+        session, num_open, num_drafted = self._session, self._rows.done.count(False), one.num_drafted
+        added, num_accepted = self._rows.take_numbers(outcome.numbers)
+        if not self._rows.keeps_cache:  # the device goes on with rows that have ended
+            added = [accepted + 1 for *_, accepted in outcome.numbers]
         self._steps.note(added)
-        self._note(one.depth, one.num_drafted, num_accepted, began, num_open)
-        return time.perf_counter()
+        if isinstance(session, LookupAhead):
+            if num_drafted is None:
+                num_drafted = one.depth * session.num_found
+            session.hear(outcome.following, self._rows.done)
+        self._note(one.depth, num_drafted or 0, num_accepted, num_open)
 
     def _are_enough(self, num_under_way: int) -> bool:
         """Whether the rounds under way bring all rows to their limit."""
-        limit = self._rows.stops.max_length
-        return limit is not None and min(self._rows.texts.lengths) + num_under_way >= limit
+        limit, rows = self._rows.stops.max_length, self._rows
+        lengths = (length for length, done in zip(rows.texts.lengths, rows.done, strict=True) if not done)
+        return limit is not None and min(lengths) + num_under_way >= limit
+
+    def _must_drop(self) -> bool:
+        """Whether rows that have ended must not be computed any more: to begin anew takes longer than a few of them."""
+        num_done, num_rows = self._rows.done.count(True), len(self._rows.done)
+        return num_done > 0 if self._rows.keeps_cache else 2 * num_done >= num_rows
 
     def _root(self) -> Draft:
         """No draft: a plain step."""
         return Draft(_ROOT, self._rows.texts.last.unsqueeze(1), 0)
 
-    def _note(self, size: int, num_drafted: int, num_accepted: int, began: float, num_open: int) -> None:
+    def _note(self, size: int, num_drafted: int, num_accepted: int, num_open: int) -> None:
+        """Tells the pace of a round whose outcome is known now."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
         drafted = min(num_drafted, size * num_open)  # rows that have ended don't count
-        seconds = time.perf_counter() - began
-        self._pace.note(size if drafted else 0, drafted, min(num_accepted, drafted), seconds, max(num_open, 1))
+        self._pace.note(size if num_open else 0, drafted, min(num_accepted, drafted), seconds, max(num_open, 1))
 
     def _drop_done(self) -> None:
         """Rows that have ended leave, unless somebody wants to see what is cached of them."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from ..ops.transfer import to_device
 from .known import ProcessorKinds
 
 #: Columns that a buffer has beyond what was asked for, so that it seldom grows.
@@ -40,6 +41,10 @@ class Texts:
         return len(self.new)
 
     @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
+    @property
     def lengths(self) -> list[int]:
         """Columns of each row."""
         return [self.num_prompt + len(row) for row in self.new]
@@ -60,6 +65,19 @@ class Texts:
         """Each row's last two tokens, int64 `[rows, 2]`."""
         self._upload()
         return self._buffer.gather(1, torch.cat([self._ends - 2, self._ends - 1], dim=1))
+
+    def without(self, num_left_out: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows without so many of their first columns; with as many before them where a number is negative.
+
+        Returns:
+            int64 `[rows, longest]`, -1 before a row and anything behind it, and the rows' lengths, int64 `[rows]`.
+        """
+        self._upload()
+        left_out = to_device(num_left_out, self._ends.device, torch.int64)
+        longest = max(length - n for length, n in zip(self.lengths, num_left_out, strict=True))
+        columns = left_out.unsqueeze(1) + torch.arange(longest, device=left_out.device)
+        tokens = self._buffer.gather(1, columns.clamp(0, self._buffer.shape[1] - 1))
+        return tokens.masked_fill_(columns < 0, -1), self._ends[:, 0] - left_out
 
     def row(self, row: int, length: int | None = None) -> torch.Tensor:
         """One row's tokens, or the first `length` of them, int64 `[1, columns]`."""

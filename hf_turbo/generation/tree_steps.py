@@ -14,6 +14,7 @@ from ..cache.token_tree import TokenTree
 from ..compat import CACHE_NAME
 from ..modeling.graphs import Followed
 from ..modeling.step_graph import Follower
+from ..ops.transfer import to_device
 
 #: Arguments of a step that are made here.
 _OWN = ("input_ids", "attention_mask", "position_ids")
@@ -56,6 +57,9 @@ class TreeSteps:
         lengths = torch.tensor(self.lengths, device=positions.device)
         self._offsets = positions.expand(*positions.shape[:-2], len(first), 1) - lengths.unsqueeze(1)
         self._last_position = None if max_new is None else positions.amax() + max(max_new - 1, 0)
+        #: Tokens of each row, with what is drafted, up to which no position comes to the last one.
+        self._limits = [length + max((max_new or 1) - 1, 0) for length in self.lengths]
+        self._places: dict[TokenTree, torch.Tensor] = {}  # positions of nodes in rows without tokens
 
     def forward(self, tree: TokenTree, tokens: torch.Tensor) -> torch.Tensor:
         """What the model says after each node, `[rows, nodes, vocabulary]`.
@@ -95,7 +99,7 @@ class TreeSteps:
         if known is None:
             known = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
         with self._verifying(tree):
-            arguments = self._arguments(tree, tokens, known) | {CACHE_NAME: self.cache}
+            arguments = self._arguments(tree, tokens, known, ahead) | {CACHE_NAME: self.cache}
             return self._model._hf_turbo.steps.run_drafts(
                 self.cache, arguments, lengths, self._last_position, ahead, key, follower
             )
@@ -123,7 +127,9 @@ class TreeSteps:
         """Keeps only these rows."""
         self.cache.select_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
-        self._offsets = self._offsets.index_select(-2, torch.tensor(rows, device=self._offsets.device))
+        self._limits = [self._limits[row] for row in rows]
+        self._offsets = self._offsets.index_select(-2, to_device(rows, self._offsets.device, torch.int64))
+        self._places.clear()
 
     def close(self) -> None:
         """After the last step."""
@@ -138,11 +144,20 @@ class TreeSteps:
         finally:
             layout.tree, layout.only_ones_follow = None, False
 
-    def _arguments(self, tree: TokenTree, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
-        """A forward's arguments: tokens and positions `[rows * nodes, 1]`, and what a step of this model takes."""
-        depths = tree.tensors(self._offsets.device).depths
-        positions = self._offsets + (lengths.unsqueeze(1) + depths)
-        if self._last_position is not None:
+    def _arguments(
+        self, tree: TokenTree, tokens: torch.Tensor, lengths: torch.Tensor, ahead: int = 0
+    ) -> dict[str, Any]:
+        """A forward's arguments: tokens and positions `[rows * nodes, 1]`, and what a step of this model takes.
+
+        Args:
+            ahead: tokens that a row may have got by forwards under way, at most.
+        """
+        if tree not in self._places:
+            self._places[tree] = self._offsets + tree.tensors(self._offsets.device).depths
+        positions = self._places[tree] + lengths.unsqueeze(1)
+        reach = ahead + tree.max_depth
+        reached = (length + reach > limit for length, limit in zip(self.lengths, self._limits, strict=True))
+        if self._last_position is not None and any(reached):
             positions = torch.minimum(positions, self._last_position)
         positions = positions.reshape(*positions.shape[:-2], -1, 1)
         return {"input_ids": tokens.reshape(-1, 1), "position_ids": positions, **self._inputs}

@@ -193,7 +193,9 @@ class StepGraphs:
             self._graphs.move_to_end(inputs.key)
             self._order_streams()
             graph.load(cache, inputs, lengths=lengths)
-            if last_position is not None:
+            if last_position is None:
+                graph.last_position.fill_(torch.iinfo(torch.int64).max)  # another call's may be there
+            else:
                 graph.last_position.copy_(last_position)
             self.num_replayed += 1
             result = graph.follow(key, follower, self._pool, _capture_stream(device))

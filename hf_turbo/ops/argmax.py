@@ -63,15 +63,36 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: `[rows, columns]`, bf16, fp16 or fp32; the last stride 1.
     """
+    values, indices = chunk_argmax(x)
+    (rows, chunks), device = values.shape, x.device
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    if not rows:
+        return out
+    pdl, padded = device_facts(device).capability >= 90, next_power_of_2(chunks)
+    with torch.cuda.device_of(x):
+        _launch_merge(
+            (device, chunks, pdl), (rows, 1, 1), values, indices, out, chunks, padded, pdl,
+            num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
+    return out
+
+
+def chunk_argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each part of each row and its column, the first of equals; fp32 and int32 `[rows, parts]`.
+
+    NaN counts as infinity.
+
+    Args:
+        x: as of `argmax`.
+    """
     if x.dim() != 2 or x.stride(1) != 1 or not x.shape[1]:
         raise ValueError(f"x must be [rows, columns] with a last stride of 1, got {list(x.shape)}, {x.stride()}")
     rows, columns = x.shape
-    out = torch.empty(rows, dtype=torch.int64, device=x.device)
-    if not rows:
-        return out
     chunks = ceil_div(columns, _COLUMNS)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=x.device)
     indices = torch.empty(rows, chunks, dtype=torch.int32, device=x.device)
+    if not rows:
+        return values, indices
     pdl = device_facts(x.device).capability >= 90
     stride = x.stride(0) if rows > 1 else columns
     key = (x.device, x.dtype, columns, stride, x.data_ptr() % 16, pdl)
@@ -79,9 +100,4 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
         _launch_chunks(
             key, (chunks, rows, 1), x, values, indices, columns, stride, _COLUMNS, pdl, num_warps=8, launch_pdl=pdl
         )
-        padded = next_power_of_2(chunks)
-        _launch_merge(
-            (x.device, chunks, pdl), (rows, 1, 1), values, indices, out, chunks, padded, pdl,
-            num_warps=1, launch_pdl=pdl,
-        )  # fmt: skip
-    return out
+    return values, indices

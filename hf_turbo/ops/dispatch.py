@@ -11,19 +11,30 @@ from typing import Any
 
 import torch
 
-from . import cpu_int4, reference, reference_drafts, reference_int4, reference_kv, reference_layers, reference_linear
+from . import (
+    cpu_int4,
+    reference,
+    reference_drafts,
+    reference_heads,
+    reference_int4,
+    reference_kv,
+    reference_layers,
+    reference_linear,
+    reference_rounds,
+)
 from .int4_config import MAX_STREAM_ROWS
 from .metadata import AttentionMetadata, LayerKV, QuantizedKV
 from .packed_weight import PackedWeight
 
 __all__ = [
-    "accept_drafts",
+    "accept_round",
     "argmax",
     "code_addresses",
     "dequantize_blocks",
     "expert_linear",
     "gated",
     "gather_kv",
+    "head_block",
     "int4_dequantize",
     "int4_linear",
     "layer_addresses",
@@ -32,13 +43,14 @@ __all__ = [
     "paged_attention",
     "permute_columns",
     "quantize_blocks",
+    "repeat_text",
     "rms_norm",
     "rotary_store_kv",
     "rotate",
     "serves_linear",
     "store_kv",
     "token_addresses",
-    "top_ranks",
+    "tree_tokens",
     "uses_triton",
 ]
 
@@ -47,6 +59,8 @@ __all__ = [
 MAX_COLUMNS_TO_ORDER = 16384
 #: The most rows whose outputs `int4_linear` puts in other places as it stores them.
 MAX_ROWS_TO_PLACE = MAX_STREAM_ROWS
+#: The most rows whose `head_block` is one launch.
+_MAX_HEAD_ROWS = 64
 
 
 @cache
@@ -157,17 +171,41 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return torch.argmax(x, dim=-1)
 
 
-def accept_drafts(tokens: torch.Tensor, *args: torch.Tensor) -> reference_drafts.Verdict:
-    """Which tokens of a verified draft are kept; see `reference_drafts.accept_drafts`."""
-    module = _kernels("accept_drafts") if uses_triton(tokens.device) else reference_drafts
-    return module.accept_drafts(tokens, *args)
+def accept_round(logits: torch.Tensor, *args: Any, **options: Any) -> reference_rounds.Round:
+    """What follows the forward of a draft; see `reference_rounds.accept_round`."""
+    is_for_kernels = uses_triton(logits.device) and logits.stride(-1) == 1 and logits.dtype != torch.float64
+    module = _kernels("accept_round") if is_for_kernels else reference_rounds
+    return module.accept_round(logits, *args, **options)
 
 
-def top_ranks(x: torch.Tensor, num: int) -> torch.Tensor:
-    """The columns of each row's `num` largest, in order; see `reference_drafts.top_ranks`."""
-    if uses_triton(x.device) and num <= reference_drafts.MAX_RANKS:
-        return _kernels("top_ranks").top_ranks(x, num)
-    return x.topk(num, dim=-1).indices  # quicker on a CPU than the oracle's sort; of equals any
+def head_block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A residual block of all Medusa heads; see `reference_heads.head_block`."""
+    is_for_kernels = uses_triton(x.device) and not torch.is_grad_enabled() and 1 <= len(x) <= _MAX_HEAD_ROWS
+    if is_for_kernels and x.dtype in (torch.bfloat16, torch.float16):
+        return _kernels("head_block").head_block(x, weight, bias)
+    return reference_heads.head_block(x, weight, bias)
+
+
+def tree_tokens(
+    logits: torch.Tensor,
+    roots: torch.Tensor,
+    heads: torch.Tensor,
+    ranks: torch.Tensor,
+    num: int,
+    out: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """The tokens of a tree of heads' guesses; see `reference_heads.tree_tokens`."""
+    is_for_kernels = uses_triton(logits.device) and logits.stride(-1) == 1 and logits.dtype != torch.float64
+    if is_for_kernels and num <= reference_drafts.MAX_RANKS:
+        return _kernels("tree_tokens").tree_tokens(logits, roots, heads, ranks, num, out)
+    best = logits.topk(num, dim=-1).indices  # quicker on a CPU than the oracle's sort; of equals any
+    return reference_heads.place_ranks(best, roots, heads, ranks, out)
+
+
+def repeat_text(text: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """What followed the last time that texts ended as they do; see `reference_drafts.repeat_text`."""
+    module = _kernels("repeat_text") if uses_triton(text.device) else reference_drafts
+    return module.repeat_text(text, *args, **options)
 
 
 def rotate(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

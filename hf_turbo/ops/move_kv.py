@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_config import next_power_of_2
+from .attention_config import device_facts, next_power_of_2
 from .block_ids import MAX_SEGMENTS
 from .launch import Launcher
 from .metadata import LayerKV
@@ -37,13 +38,16 @@ def _slots(position, mask, table_ptr, offsets_ptr, STRIDES: tl.constexpr, BLOCK_
 def _move_kv_kernel(
     addresses_ptr, offsets_ptr, block_tables_ptr, bases_ptr, path_ptr, counts_ptr, stride_tb, stride_pb,
     MAX_COUNT: tl.constexpr, WORD: tl.constexpr, ALIGNMENT: tl.constexpr, STRIDES: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one layer's keys, or values, in one sequence.
 
     A token never moves up, and a later one comes from behind it: so a part of them that is read before any of it is
     written is read as it was, and the parts follow one another.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     tensor = tl.program_id(1)
     seq = tl.program_id(2)
@@ -104,13 +108,14 @@ class TokenAddresses:
         if num_seqs == 0 or max_count == 0:
             return
         block_t = min(_BLOCK_T, next_power_of_2(max_count))
+        pdl = device_facts(self._device).capability >= 90
         for (item_size, alignment, strides, heads, block_size, dim), (addresses, offsets) in self._alike:
-            constants = (max_count, _WORDS[item_size], alignment, strides, dim, block_size, block_t)
+            constants = (max_count, _WORDS[item_size], alignment, strides, dim, block_size, block_t, pdl)
             with torch.cuda.device_of(addresses):
                 _launch_move(
                     (self._device, constants), (heads, len(addresses), num_seqs),
                     addresses, offsets, block_tables, bases, path, counts, block_tables.stride(0), path.stride(0),
-                    *constants, num_warps=4 if block_t * dim > 1024 else 1, enable_fp_fusion=True,
+                    *constants, num_warps=4 if block_t * dim > 1024 else 1, launch_pdl=pdl, enable_fp_fusion=True,
                 )  # fmt: skip
 
 

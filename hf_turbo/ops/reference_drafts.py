@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ import torch
 MAX_NODES = 64
 #: The most columns of a row that `top_ranks` finds.
 MAX_RANKS = 16
+#: The most tokens of a text's end that `repeat_text` compares.
+MAX_MATCH = 16
 
 
 class Verdict(NamedTuple):
@@ -130,3 +133,97 @@ def check_ranks(x: torch.Tensor, num: int) -> None:
         raise ValueError(f"x must be bf16, fp16 or fp32, got {x.dtype}")
     if not 1 <= num <= min(MAX_RANKS, x.shape[1]):
         raise ValueError(f"num must be 1 to {min(MAX_RANKS, x.shape[1])} of {x.shape[1]} columns, got {num}")
+
+
+def repeat_text(
+    text: torch.Tensor,
+    outcome: torch.Tensor,
+    lengths: torch.Tensor,
+    num_tokens: int,
+    min_match: int = 1,
+    out: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Appends new tokens to texts, and finds what followed the last time that they ended as they do now.
+
+    That is what followed the longest piece that is also the text's end, of up to `MAX_MATCH` tokens, the most recent
+    one of several; going round where it runs into the end.
+
+    Args:
+        text: int32 `[B, room]`, each row from its first token on; written to. What is beyond a text is not read.
+        outcome: int64 `[B, D + 2]`, as of `Verdict`: the new tokens, one more than the last column says.
+        lengths: int64 `[B]`: tokens of each row, all but the last of the new ones. A row that has no room for them
+            finds nothing.
+        num_tokens: wanted, 1 to 63.
+        min_match: tokens that a repeated piece has at least, 1 to `MAX_MATCH`.
+        out: up to two tensors to leave the result in: all of it, the last stride 1, and as many of its first columns
+            as the second has, at most `num_tokens + 1`.
+
+    Returns:
+        int64 `[B, num_tokens + 2]`: the newest token; what followed, or the newest token again where nothing is found;
+        in the last column, tokens of the piece, 0 where there is none.
+
+    Raises:
+        ValueError: for other shapes, dtypes or numbers, or a tensor that is not contiguous.
+    """
+    check_repeat(text, outcome, lengths, num_tokens, min_match, out)
+    rows = []
+    for line, (*tokens, accepted), length in zip(text, outcome.tolist(), lengths.tolist(), strict=True):
+        new, end = tokens[: accepted + 1], length + 1
+        start = end - len(new)
+        for place in range(max(start, 0), min(end, text.shape[1])):
+            line[place] = new[place - start]
+        known = line[: max(end, 0)].tolist() if end <= text.shape[1] else []
+        match, place = _last_match(known)
+        found = [new[-1]] * num_tokens
+        if match >= min_match:
+            found = [known[place + i % (end - place)] for i in range(num_tokens)]
+        rows.append([new[-1], *found, match if match >= min_match else 0])
+    result = torch.tensor(rows, dtype=torch.int64, device=text.device).view(len(text), num_tokens + 2)
+    for x in out:
+        x.copy_(result[:, : x.shape[1]])
+    return out[0] if out else result
+
+
+def _last_match(tokens: list[int]) -> tuple[int, int]:
+    """The longest piece of up to `MAX_MATCH` tokens that is also the end, and where the last of them ends."""
+    best = (0, 0)
+    for end in range(1, len(tokens)):
+        length = 0
+        while length < min(end, MAX_MATCH) and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        best = max(best, (length, end))
+    return best
+
+
+def check_repeat(
+    text: torch.Tensor,
+    outcome: torch.Tensor,
+    lengths: torch.Tensor,
+    num_tokens: int,
+    min_match: int,
+    out: Sequence[torch.Tensor],
+) -> None:
+    """Refuses what `repeat_text` does not take."""
+    rows = len(text) if text.dim() else 0
+    for name, x, dims, dtype in (
+        ("text", text, 2, torch.int32), ("outcome", outcome, 2, torch.int64), ("lengths", lengths, 1, torch.int64),
+    ):  # fmt: skip
+        if x.dim() != dims or len(x) != rows or x.dtype != dtype or not x.is_contiguous() or x.device != text.device:
+            raise ValueError(
+                f"{name} must be contiguous, {dtype}, on {text.device}, with {dims} dimensions and {rows} rows, got "
+                f"{list(x.shape)} of {x.dtype} on {x.device} with strides {x.stride()}"
+            )
+    if not 2 <= outcome.shape[1] <= MAX_NODES + 1:
+        raise ValueError(f"outcome must have 2 to {MAX_NODES + 1} columns, got {outcome.shape[1]}")
+    if not 1 <= num_tokens < MAX_NODES or not 1 <= min_match <= MAX_MATCH:
+        raise ValueError(
+            f"num_tokens must be 1 to {MAX_NODES - 1} and min_match 1 to {MAX_MATCH}, got {num_tokens} and {min_match}"
+        )
+    for i, x in enumerate(out):
+        columns = range(1, num_tokens + 2) if i else (num_tokens + 2,)
+        fits = i < 2 and x.dim() == 2 and len(x) == rows and x.shape[1] in columns and x.stride(1) == 1
+        if not fits or x.dtype != torch.int64 or x.device != text.device or not (x.is_contiguous() or i == 0):
+            raise ValueError(
+                f"out must be one or two tensors of int64 on {text.device}: [{rows}, {num_tokens + 2}] with a last "
+                f"stride of 1, and a contiguous one of {rows} rows and up to {num_tokens + 1} columns"
+            )

@@ -6,12 +6,17 @@ import pytest
 import torch
 from graph_cases import BATCH, GPU, on_gpu, patched_model, stock_model
 from helpers import generate, new_text, used_blocks
+from transformers import LogitsProcessorList
 
 import hf_turbo
+from hf_turbo.generation.device_texts import DeviceTexts
 from hf_turbo.generation.draft_model import DraftModel
+from hf_turbo.generation.lookup_ahead import LookupAhead
 from hf_turbo.generation.medusa import Medusa
 from hf_turbo.generation.medusa_heads import MedusaHeads
 from hf_turbo.generation.prompt_lookup import PromptLookup
+from hf_turbo.generation.suffix_index import SuffixIndex
+from hf_turbo.generation.texts import Texts
 from hf_turbo.patching import handle_of
 
 pytestmark = GPU
@@ -76,6 +81,49 @@ def test_prompt_lookup(name, adaptive):
     for batch in batches():
         stats = drafts(model, PromptLookup(7, 1, adaptive), new_text(stock, batch, NEW), batch)
         assert stats.rounds + stats.plain_steps > 16
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_device_finds_what_an_index_finds(adaptive, monkeypatch):
+    """In texts that go round, as the next token depends on the last one alone; after each round, by captured graphs."""
+    stock, model = stock_model("llama"), patched_model("llama")
+    for layer in (*stock.model.layers, *model.model.layers):
+        layer.self_attn.o_proj.weight.data.zero_()
+    heard, hear = [], LookupAhead.hear
+
+    def checked(session, following, done):
+        texts = session._texts
+        for row, (newest, *tokens, match) in enumerate(following):
+            text = texts.row(row)[0].tolist()[session._left_out[row] :]
+            length, place = SuffixIndex(text).match(16)
+            if not done[row]:
+                assert newest == text[-1] and match == length
+                assert not match or tokens == [text[place + i % (len(text) - place)] for i in range(len(tokens))]
+                heard.append(match)
+        return hear(session, following, done)
+
+    monkeypatch.setattr(LookupAhead, "hear", checked)
+    for batch in batches():
+        heard.clear()
+        stats = drafts(model, PromptLookup(7, 1, adaptive), new_text(stock, batch, NEW), batch)
+        assert sum(match > 0 for match in heard) > 8
+        assert stats.tokens_per_step > (1.2 if adaptive else 2) and 0 < stats.accepted <= stats.drafted
+
+
+def test_texts_are_loaded_without_waiting():
+    texts = Texts(torch.randint(5, 50, (3, 40), device="cuda"), LogitsProcessorList())
+    texts.append_unwritten([[7, 8], [9], [10, 11, 12]])
+    held = DeviceTexts(4, 128, 7, 1, torch.device("cuda"))
+    held.load(texts, [0, 3, 0])  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = held.load(texts, [0, 3, 0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for row, left_out in enumerate([0, 3, 0]):
+        text = texts.row(row)[0].tolist()[left_out:]
+        assert found[row, 0] == text[-1] and found[row, -1] == SuffixIndex(text).match(16)[0]
 
 
 @pytest.mark.parametrize("draft", ["same", "other"])

@@ -53,7 +53,7 @@ def compile_case(
 
     heads, dtype = 8, getattr(torch, dtype)
     module = quantized_attention if fmt else paged_attention
-    with ahead.recorded(capability, module) as compiled, torch.device("meta"):
+    with ahead.recorded(capability, module, move_kv) as compiled, torch.device("meta"):
         wide, metadata = ahead.make_cache(num_nodes, heads, dims, block_size, dtype, 2, window)
         count = metadata.num_seqs * num_nodes
         nodes = TreeNodes(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int32))
@@ -101,6 +101,7 @@ def check_kernels(facts, capability, name):
     assert attention["tensor_core_ops"] or "fp32" in name, attention
     assert is_quantized or set(attention["async_copies"]) == {16}, attention
     assert move["vector_loads"] and move["shared"] == 0, move
+    assert move["waits"] == (capability >= 90), move
 
 
 @pytest.mark.parametrize("capability, name", ahead.on_devices(QUICK))

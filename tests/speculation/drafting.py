@@ -110,7 +110,6 @@ class Knowing:
     decides = False
     reads_hidden = False
     guesses = None
-    foresees = False
     is_stale = False
 
     def __init__(self, texts: torch.Tensor, tree: TokenTree, seed: int = 0, vocabulary: int = 128) -> None:
@@ -136,7 +135,7 @@ class Knowing:
         self.rows = list(range(context.texts.num_rows))
         return self
 
-    def propose(self, size: int, texts: Any, num_unknown: int = 0) -> Draft:
+    def propose(self, size: int, texts: Any) -> Draft:
         drafts = []
         for row, length, last in zip(self.rows, texts.lengths, texts.last.tolist(), strict=True):
             tokens = [last] + [self.random.randrange(-1, self.vocabulary) for _ in range(self.tree.num_nodes - 1)]

@@ -4,79 +4,13 @@ import pytest
 import torch
 from combinations import few
 from helpers import generate, new_text, prompt, ragged, twins, used_blocks
-from steps import Step
 
 import hf_turbo
 from hf_turbo.compat import CACHE_NAME
-from hf_turbo.generation import ahead_rounds, speculation
+from hf_turbo.generation import speculation
 from hf_turbo.generation.medusa_heads import MedusaHeads
-from hf_turbo.modeling.fusion import STEP_RULES
-from hf_turbo.modeling.graphs import Followed, StepGraphs
-from hf_turbo.modeling.step_graph import StepInputs
-from hf_turbo.ops import reference
-from hf_turbo.patching import handle_of
 
 NEW = 24
-
-
-class Moves:
-    """What `TokenAddresses` is on a GPU."""
-
-    def __init__(self, layers):
-        self.layers = layers
-
-    def move(self, *where):
-        reference.move_kv(self.layers, *where)
-
-
-@pytest.fixture
-def ahead(monkeypatch):
-    """Lets rounds go ahead; the numbers of those that were loaded and of those that went on from what was left."""
-    counts = {"loaded": 0, "gone on": 0}
-    graphs = {}
-
-    def played(steps, graph, cache, key, follower):
-        graph.look(cache)
-        model = graph.model
-        forward = type(model)._hf_turbo_original_class.forward
-        own = lambda **k: forward(model, **k)  # noqa: E731
-        watch = cache.head_input
-        graph.output = graph.compute(own if watch is None else watch.wrapped(own), watch)
-        graph.turn += 1
-        return Followed(follower(graph).clone(), graph, key, follower, graph.turn)
-
-    def run_drafts(steps, cache, kwargs, lengths, last_position, ahead, key, follower):
-        inputs = StepInputs.of(kwargs)
-        if not cache.model_is_as_it_was:
-            return None
-        cache.advance(ahead)
-        known = graphs.setdefault(id(steps), {})
-        if (inputs.key, key) not in known:
-            handle = steps._owner
-            graph = Step(handle.pool, handle.sliding_windows, STEP_RULES, inputs, dict.fromkeys(cache.groups, 64))
-            graph.model = models[id(handle)]
-            known[inputs.key, key] = graph, follower
-        graph, follower = known[inputs.key, key]
-        super(Step, graph).load(cache, inputs, lengths=lengths)
-        if last_position is not None:
-            graph.last_position.copy_(last_position)
-        counts["loaded"] += 1
-        return played(steps, graph, cache, key, follower)
-
-    def run_drafts_again(steps, cache, last, ahead):
-        if last.graph.turn != last.turn:
-            return None
-        cache.advance(ahead)
-        last.graph.load_tables(cache)
-        counts["gone on"] += 1
-        return played(steps, last.graph, cache, last.key, last.follower)
-
-    models = {}
-    monkeypatch.setattr(StepGraphs, "run_drafts", run_drafts)
-    monkeypatch.setattr(StepGraphs, "run_drafts_again", run_drafts_again)
-    monkeypatch.setattr(ahead_rounds, "token_addresses", Moves)
-    monkeypatch.setattr(speculation, "runs_ahead", lambda device: True)
-    return counts, lambda model: models.update({id(handle_of(model)): model})
 
 
 def drafters(stock, tmp_path):
@@ -116,7 +50,7 @@ def test_same_text(ahead, tmp_path, name, kind):
             assert torch.equal(got[:, inputs["input_ids"].shape[1] :], expected)
             assert used_blocks(model) == 0
     assert counts["loaded"]
-    assert counts["gone on"] or kind in ("lookup", "draft model")
+    assert counts["gone on"] or kind == "draft model"
 
 
 def test_cache_afterwards(ahead, tmp_path):
@@ -134,3 +68,41 @@ def test_cache_afterwards(ahead, tmp_path):
         for row in range(len(real)):
             pad = int((~real[row]).sum())
             torch.testing.assert_close(mine.keys[row, :, pad:], theirs.keys[row, :, pad:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "lookup"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_rows_that_have_ended_go_on_until_half_have(ahead, tmp_path, monkeypatch, name, kind):
+    """What they go on with is nobody's; their own tokens are kept for texts that begin alike."""
+    stock, model = twins(name, block_size=4)
+    batch = ragged(3, 9, 6, 12, 7)
+    plain = new_text(stock, batch, NEW)
+    # A token that ends several rows, one after another.
+    eos = max(plain.unique().tolist(), key=lambda token: (plain == token).any(1).sum().item())
+    options = dict(eos_token_id=eos, pad_token_id=0)
+    expected = new_text(stock, batch, NEW, **options)
+    hf_turbo.patch(model, block_size=4, prefix_cache=True, speculation=drafters(stock, tmp_path)[kind])
+    ahead[1](model)
+    launched, launch_next = [], speculation._Rounds._launch_next
+
+    def launching(rounds, one):
+        num_done, is_launched = rounds._rows.done.count(True), launch_next(rounds, one)
+        if is_launched:
+            launched.append((num_done, len(rounds._rows.done)))
+        return is_launched
+
+    monkeypatch.setattr(speculation._Rounds, "_launch_next", launching)
+    for _ in range(2):
+        got = model.generate(**batch, max_new_tokens=NEW, do_sample=False, **options)
+        assert torch.equal(got[:, batch["input_ids"].shape[1] :], expected)
+        assert used_blocks(model) == 0
+    assert any(done > 0 for done, _ in launched) and all(2 * done < rows for done, rows in launched)
+    full = torch.cat([batch["input_ids"], expected], dim=1)
+    before = hf_turbo.report(model).prefix_tokens_found
+    for row in range(len(full)):
+        text = full[row, int((batch["attention_mask"][row] == 0).sum()) :]
+        text = text[: len(text) - int((expected[row] == 0).sum())].unsqueeze(0)
+        inputs = dict(input_ids=text, attention_mask=torch.ones_like(text))
+        got = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        assert torch.equal(got[:, text.shape[1] :], new_text(stock, text, 6))
+    assert hf_turbo.report(model).prefix_tokens_found > before

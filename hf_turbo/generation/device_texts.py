@@ -1,0 +1,105 @@
+"""Prompt lookup on the device: the rows' texts, which a round's follower appends to and finds the next draft in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache.token_tree import TokenTree
+from ..modeling.step_graph import bucket_of
+from ..ops.attention_config import next_power_of_2
+from ..ops.dispatch import repeat_text
+from ..ops.reference_drafts import MAX_MATCH
+from .texts import Texts
+
+#: Tokens that a text has room for at least, and how many new ones are made room for at once.
+_LEAST_ROOM, _NEW_ROOM = 2048, 4096
+
+
+class DeviceTexts:
+    """Texts of rows up to a number, of tokens up to a number. Captured followers refer to them.
+
+    A token's place is that of its keys in the cache, so what a round has added follows from the cache's lengths alone,
+    and adding it twice changes nothing.
+
+    Args:
+        num_rows, room: the numbers.
+        num_tokens: of a draft.
+        min_match: tokens that a repeated piece has at least.
+    """
+
+    def __init__(self, num_rows: int, room: int, num_tokens: int, min_match: int, device: torch.device) -> None:
+        #: The shape of the largest draft; smaller ones are its beginnings.
+        self.tree = TokenTree.chain(num_tokens)
+        self.room = room
+        self.key = num_rows, room, device
+        self._num_tokens, self._min_match = num_tokens, min_match
+        with torch.inference_mode(False):  # they outlive the call
+            self._text = torch.zeros(num_rows, room, dtype=torch.int32, device=device)
+
+    def load(self, texts: Texts, left_out: Sequence[int]) -> torch.Tensor:
+        """Takes in rows that the host knows all of; nothing waits for the device. The answer is as of `follow`.
+
+        Args:
+            left_out: columns of each row before the first one that the cache holds.
+        """
+        tokens, lengths = texts.without(left_out)
+        self._text[: texts.num_rows, : tokens.shape[1]].copy_(tokens)
+        newest = texts.last
+        return self.follow(torch.stack([newest, torch.zeros_like(newest)], dim=1), lengths - 1)
+
+    def follow(self, outcome: torch.Tensor, lengths: torch.Tensor, out: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Takes in what a round has added; int64 `[rows, nodes + 1]`: the next draft, and how long a piece it follows.
+
+        Where nothing has been there before the draft is the newest token again and again, after a piece of 0 tokens.
+
+        Args:
+            outcome, lengths: as of `accept_round`.
+            out: as of `repeat_text`.
+        """
+        text = self._text[: len(lengths)]
+        return repeat_text(text, outcome, lengths, self._num_tokens, self._min_match, out=out)
+
+
+class SpareTexts:
+    """Those that no call uses at present.
+
+    Args:
+        num_tokens, min_match: as of `DeviceTexts`.
+    """
+
+    def __init__(self, num_tokens: int, min_match: int) -> None:
+        self._num_tokens, self._min_match = num_tokens, min_match
+        self._spare: dict[tuple[int, int, torch.device], list[DeviceTexts]] = {}
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether pieces as long as are asked for can be compared."""
+        return self._min_match <= MAX_MATCH
+
+    def exchange(
+        self, present: DeviceTexts | None, num_rows: int, longest: int, limit: int | None, device: torch.device
+    ) -> DeviceTexts:
+        """Those with room for so many rows of up to `longest` tokens and for new ones: `present` if they have.
+
+        Args:
+            limit: tokens that a text may come to; None: any number.
+        """
+        most = longest + _NEW_ROOM if limit is None else min(longest + _NEW_ROOM, limit)
+        rows, room = next_power_of_2(bucket_of(num_rows) or num_rows), max(next_power_of_2(most), _LEAST_ROOM)
+        key = rows, room, device
+        if present is not None:
+            if present.key == key:
+                return present
+            self.give_back(present)
+        spare = self._spare.get(key)
+        return spare.pop() if spare else DeviceTexts(rows, room, self._num_tokens, self._min_match, device)
+
+    def give_back(self, texts: DeviceTexts) -> None:
+        """Of a call that needs them no more."""
+        self._spare.setdefault(texts.key, []).append(texts)
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._spare.clear()

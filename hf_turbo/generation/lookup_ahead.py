@@ -1,0 +1,124 @@
+"""Prompt lookup in greedy rounds with the host one behind: drafts are found on the device, the host says how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..cache.token_tree import TokenTree
+from .acceptance import Accepted
+from .device_texts import DeviceTexts, SpareTexts
+from .drafts import Draft, DraftContext
+from .match_gain import MatchGain, OpenGuesses
+from .texts import Texts
+
+if TYPE_CHECKING:
+    from .prompt_lookup import PromptLookup
+
+
+class LookupAhead:
+    """A session whose drafts are the device's; see `DraftSession`.
+
+    When a round is launched, the round before it is still under way. So how much is drafted goes by what has been right
+    one round after pieces as long as the last known one, and that is learnt at each round, drafted or not.
+
+    Args:
+        context: of the call.
+        drafter: says how much is drafted.
+        gain: what pieces have come to, one round later.
+        spare: where texts on the device come from, and go to afterwards.
+    """
+
+    def __init__(self, context: DraftContext, drafter: PromptLookup, gain: MatchGain, spare: SpareTexts) -> None:
+        self._drafter, self._gain, self._pace, self._spare = drafter, gain, context.pace, spare
+        self._texts = context.texts
+        self._left_out = [context.texts.num_prompt - length for length in context.lengths]
+        self._limit = None if context.max_new is None else max(context.lengths) + context.max_new
+        self._rows = [_Row() for _ in self._left_out]
+        self._is_known = False
+        self.guesses = self._fitting(None)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the texts have outgrown their room."""
+        return self._longest > self.guesses.room
+
+    def choose(self, size: int) -> int:
+        """How many tokens to draft in a round that follows one under way, up to `size`; 0: a plain step.
+
+        What is best for the rows that are furthest behind: the call takes as long as they do.
+        """
+        rows = [(len(new), row.match) for new, row in zip(self._texts.new, self._rows, strict=True) if not row.is_over]
+        behind = min(length for length, _ in rows)
+        matches = [match for length, match in rows if length == behind]
+        return self._drafter.choose(matches, self._gain, self._pace, size)
+
+    @property
+    def num_found(self) -> int:
+        """Rows in which something was there before, as far as is known."""
+        return sum(row.match > 0 and not row.is_over for row in self._rows)
+
+    def hear(self, following: Sequence[Sequence[int]], done: Sequence[bool]) -> None:
+        """Takes in what a round's follower has left, as of `DeviceTexts.follow`; the texts have its tokens.
+
+        Args:
+            done: rows that have ended.
+        """
+        for row, new, (_, *tokens, match), is_over in zip(self._rows, self._texts.new, following, done, strict=True):
+            row.is_over = is_over
+            if not is_over:
+                row.read(new, tokens, match, self._gain)
+        self._is_known = True
+
+    def propose(self, size: int, texts: Texts) -> Draft | None:
+        """A draft of what the device finds; it knows the texts then, also where the answer is none."""
+        self.guesses = self._fitting(self.guesses)
+        found = self.guesses.load(texts, self._left_out)
+        if not self._is_known:
+            self.hear(found.tolist(), [row.is_over for row in self._rows])
+        size = self.choose(size)
+        return Draft(TokenTree.chain(size), found[:, : size + 1], size * self.num_found) if size else None
+
+    def learn(self, accepted: Accepted, num_nodes: int) -> None:
+        self._is_known = False
+        self.guesses = self._fitting(self.guesses)
+
+    def miss(self) -> None:
+        pass
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows, self._left_out = [self._rows[row] for row in rows], [self._left_out[row] for row in rows]
+
+    def close(self) -> None:
+        self._spare.give_back(self.guesses)
+
+    def _fitting(self, present: DeviceTexts | None) -> DeviceTexts:
+        return self._spare.exchange(present, len(self._rows), self._longest, self._limit, self._texts.device)
+
+    @property
+    def _longest(self) -> int:
+        return max(length - n for length, n in zip(self._texts.lengths, self._left_out, strict=True))
+
+
+class _Row:
+    """What the host has heard of a row."""
+
+    def __init__(self) -> None:
+        #: Tokens of the last known piece that was there before.
+        self.match = 0
+        self.is_over = False
+        self._num_read = 0
+        self._guesses = OpenGuesses()
+        self._is_first = True
+
+    def read(self, new: Sequence[int], tokens: list[int], match: int, gain: MatchGain) -> None:
+        """Takes in a row's new tokens, all since the prompt, and what the device found after them."""
+        for token in new[self._num_read :]:
+            self._guesses.read(token, gain)
+        self._num_read = len(new)
+        if not self._is_first:  # of the first it is not known what there was one round ago
+            if match:
+                self._guesses.add(self.match, tokens)
+            else:
+                gain.note(self.match, 0)
+        self.match, self._is_first = match, False
