@@ -177,3 +177,19 @@ def test_many_tokens_of_experts_are_not_captured(captured, monkeypatch):
         assert torch.equal(new_text(model, inputs, 5), new_text(stock, inputs, 5))
     assert steps.num_prompts == 1
     assert not hf_turbo.report(model).stepped_aside
+
+
+@torch.no_grad()
+def test_a_past_that_is_recorded_stays(captured):
+    """A prompt can be taken back to before the window of its end."""
+    stock, model = twins("mistral", 4)
+    steps = captured(model)
+    ids = prompt(1, 60)
+    cache = hf_turbo.paged_cache(model)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    model(ids, logits_to_keep=1, **{CACHE_NAME: cache})
+    assert steps.num_prompts == 1
+    cache.crop(-20)
+    got = model(ids[:, 40:41], **{CACHE_NAME: cache}).logits
+    torch.testing.assert_close(got, stock(ids[:, :41]).logits[:, -1:], rtol=1e-4, atol=1e-4)

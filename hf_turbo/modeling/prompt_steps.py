@@ -82,7 +82,7 @@ def _run(
     if output is None:
         return None
     cache.adopt_stores()  # the first prompt has made them
-    cache.keep(lengths)
+    cache.keep(lengths, may_shrink=True)  # a past that is recorded stays
     watch = cache.head_input
     if watch is not None and watch.value is not None:
         watch.value = watch.value.index_select(0, ints_to_device(wanted, ids.device))
