@@ -46,8 +46,8 @@ def hidden_states_of(model: PreTrainedModel) -> Iterator[Callable[[Sequence[Sequ
 
     @torch.no_grad()
     def compute(sequences: Sequence[Sequence[int]]) -> Tensor:
-        input_ids, attention_mask = pad(sequences, model.device)
-        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        input_ids, _ = pad(sequences, model.device)
+        model(input_ids=input_ids, use_cache=False)  # no position sees the pads behind it: quicker without a mask
         hidden = seen.pop()
         if hidden.shape[:2] != input_ids.shape:
             raise NotImplementedError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..generation.medusa_heads import MedusaHeads, Projection
 from .examples import NO_TARGET, Examples
 
-#: Logits that exist at once; in fp32, with what their gradients need, some 2 GB.
+#: Logits that exist at once; with their gradients 4 bytes each in bf16, 8 in fp32: 0.5 or 1 GiB.
 _MAX_LOGITS = 1 << 27
 _RANKS = 10
 
@@ -33,7 +33,7 @@ class Objective(nn.Module):
 
     Logits exist for some positions at a time, and their gradients are taken while they do: memory does not grow with
     the vocabulary times the batch, and nothing is computed twice. Products are in the dtype of the hidden states, sums
-    and logarithms in fp32.
+    and logarithms in fp32; probabilities are rounded to the logits' dtype, as their gradients are: in bf16 by 0.4%.
 
     Args:
         heads: in fp32.
@@ -103,13 +103,13 @@ class _SummedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 part.requires_grad_()
                 logits = objective.logits(part * known.unsqueeze(-1))  # so no gradient comes from the others
-            probabilities = logits.detach().softmax(-1, dtype=torch.float32)
+            probabilities = logits.detach().softmax(-1, dtype=logits.dtype)  # autocast would make it fp32
             places = wanted.clamp(min=0).unsqueeze(-1)
-            likelihood = probabilities.gather(-1, places).squeeze(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            losses -= (likelihood.log() * known).sum(0)
+            likelihood = probabilities.gather(-1, places).float()
+            losses -= (likelihood.clamp(min=torch.finfo(torch.float32).tiny).log().squeeze(-1) * known).sum(0)
             hits += (logits.detach().argmax(-1) == wanted).sum(0)
-            probabilities.scatter_add_(-1, places, torch.full_like(places, -1, dtype=torch.float32))
-            taken = torch.autograd.grad(logits, [part, *own], probabilities.to(logits.dtype))
+            gradients = probabilities.scatter_(-1, places, (likelihood - 1).to(logits.dtype))
+            taken = torch.autograd.grad(logits, [part, *own], gradients)
             of_features.append(taken[0])
             for total, gradient in zip(of_own, taken[1:], strict=True):
                 total += gradient

@@ -55,7 +55,7 @@ def read_prompts(data: Any, tokenizer: Any | None, field: str | None = None) -> 
         raise ValueError("some of the prompts are texts and others token ids; give one of the two")
     if tokenizer is None:
         raise ValueError("prompts that are texts need a tokenizer")
-    return Prompts([_tokens(value, tokenizer) for value in values], ready=False)
+    return Prompts(_tokens(values, tokenizer), ready=False)
 
 
 def _values(data: Any, field: str | None) -> Iterable[Any]:
@@ -103,24 +103,33 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(token, int) for token in value)
 
 
-def _tokens(value: Any, tokenizer: Any) -> list[int]:
-    messages = _messages(value)
-    if messages is None:
-        if not isinstance(value, str):
-            raise ValueError(f"a prompt is a text, a list of messages or a list of token ids, not {value!r:.80}")
-        if getattr(tokenizer, "chat_template", None) is None:
-            return list(tokenizer(value).input_ids)
-        messages = [{"role": "user", "content": value}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return list(encoded["input_ids"])
+def _tokens(values: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """All at once: fast tokenizers share a batch out over the cores."""
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    chats = {place: messages for place, value in enumerate(values) if (messages := _messages(value, has_template))}
+    texts = {place: value for place, value in enumerate(values) if place not in chats}
+    found: dict[int, list[int]] = {}
+    if texts:
+        found.update(zip(texts, tokenizer(list(texts.values())).input_ids, strict=True))
+    if chats:
+        encoded = tokenizer.apply_chat_template(
+            list(chats.values()), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        found.update(zip(chats, encoded["input_ids"], strict=True))
+    return [list(found[place]) for place in range(len(values))]
 
 
-def _messages(value: Any) -> list[Mapping[str, Any]] | None:
-    """A conversation up to its last user message; None for anything else."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        return None
-    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value):
-        return None
+def _messages(value: Any, has_template: bool) -> list[Mapping[str, Any]] | None:
+    """A conversation up to its last user message; None for a text that is the beginning of one.
+
+    Raises:
+        ValueError: it is neither, or no user speaks.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}] if has_template else None
+    is_list = isinstance(value, Sequence)
+    if not is_list or not all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in value):
+        raise ValueError(f"a prompt is a text, a list of messages or a list of token ids, not {value!r:.80}")
     ends = [number for number, message in enumerate(value) if message["role"] == "user"]
     if not ends:
         raise ValueError(f"a conversation without a user's message: {value!r:.80}")

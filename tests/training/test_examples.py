@@ -85,7 +85,7 @@ class LastOnly(nn.Module):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, input_ids, attention_mask, use_cache):
+    def forward(self, input_ids, use_cache):
         return self.head(input=input_ids[:, -1:, None].expand(-1, -1, 4).float())
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hf_turbo.generation.medusa_heads import MedusaHeads
 from hf_turbo.training.examples import NO_TARGET, Examples
-from hf_turbo.training.objective import Objective
+from hf_turbo.training.objective import Objective, _SummedLoss
 
 HEADS, HIDDEN, VOCAB, ROWS = 3, 16, 24, 11
 
@@ -80,6 +81,34 @@ def test_half_precision_hidden_states_train_fp32_weights(dtype):
     torch.testing.assert_close(found.loss, full(hidden, targets).loss, rtol=0.05, atol=0.02)
     found.loss.sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in made.parameters())
+
+
+class SoftmaxAsOnGPUs(TorchFunctionMode):
+    """Under CUDA's autocast a softmax is in fp32 unless it is told otherwise; a CPU's leaves it alone."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.softmax and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
+        return function(*args, **kwargs)
+
+
+def test_gradients_in_bf16_are_those_of_the_rounded_logits():
+    """Against double precision: probabilities, their gradients and those of the features are each rounded once."""
+    made, project = heads(), nn.Linear(HIDDEN, VOCAB, bias=False).to(torch.bfloat16).requires_grad_(False)
+    _, targets = batch()
+    features = (torch.randn(ROWS, HEADS, HIDDEN) * 3).bfloat16().requires_grad_()
+    with SoftmaxAsOnGPUs():
+        sums, _ = _SummedLoss.apply(features, None, targets, Objective(made, project))
+    logits = project(features.detach()).double()
+    known = targets != NO_TARGET
+    wanted = torch.zeros_like(logits).scatter_(-1, targets.clamp(min=0).unsqueeze(-1), 1) * known.unsqueeze(-1)
+    losses = -(logits.log_softmax(-1) * wanted).sum((0, 2))
+    torch.testing.assert_close(sums, losses.float(), rtol=0.004, atol=0)
+    sums.sum().backward()
+    exact = ((logits.softmax(-1) - wanted) * known.unsqueeze(-1)) @ project.weight.double()
+    bounds = (logits.softmax(-1) + wanted) @ project.weight.double().abs() / 128
+    assert ((features.grad - exact).abs() <= bounds).all()
 
 
 @pytest.mark.parametrize("max_logits", [1, 1 << 20])

@@ -19,13 +19,14 @@ class Letters:
     def __init__(self, chat=True):
         self.chat_template = "a template" if chat else None
 
-    def __call__(self, text):
-        return type("Encoded", (), {"input_ids": [ord(letter) for letter in text]})
+    def __call__(self, texts):
+        assert texts  # real ones fail without any
+        return type("Encoded", (), {"input_ids": [[ord(letter) for letter in text] for text in texts]})
 
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict):
-        assert add_generation_prompt and tokenize and return_dict
-        text = "".join(message["role"][0] + message["content"] + "." for message in messages) + "a"
-        return {"input_ids": self(text).input_ids}
+    def apply_chat_template(self, chats, add_generation_prompt, tokenize, return_dict):
+        assert chats and add_generation_prompt and tokenize and return_dict
+        turns = [[message["role"][0] + message["content"] + "." for message in messages] for messages in chats]
+        return {"input_ids": self(["".join(parts) + "a" for parts in turns]).input_ids}
 
 
 def texts(prompts):
@@ -69,6 +70,12 @@ def test_conversations_end_with_their_last_user_message():
     assert texts(read_prompts([turns], Letters())) == ["sS.uA.a"]
     with pytest.raises(ValueError, match="without a user's message"):
         read_prompts([[system]], Letters())
+
+
+@pytest.mark.parametrize("chat, expected", [(True, ["uA.a", "uB.a", "uC.a"]), (False, ["A", "uB.a", "C"])])
+def test_prompts_keep_their_order(chat, expected):
+    data = ["A", [{"role": "user", "content": "B"}], "C"]
+    assert texts(read_prompts(data, Letters(chat))) == expected
 
 
 def test_token_ids_are_ready():

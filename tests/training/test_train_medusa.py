@@ -176,12 +176,13 @@ class WordTokenizer:
     def __init__(self, chat_template="yes"):
         self.chat_template = chat_template
 
-    def __call__(self, text):
-        return type("Encoded", (), {"input_ids": [2 + len(word) % 90 for word in text.split()]})
+    def __call__(self, texts):
+        return type("Encoded", (), {"input_ids": [[2 + len(word) % 90 for word in text.split()] for text in texts]})
 
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict):
+    def apply_chat_template(self, chats, add_generation_prompt, tokenize, return_dict):
         assert add_generation_prompt and tokenize and return_dict
-        return {"input_ids": [token for m in messages for token in (1, *self(m["content"]).input_ids)] + [1]}
+        said = [self([message["content"] for message in messages]).input_ids for messages in chats]
+        return {"input_ids": [[token for turn in turns for token in (1, *turn)] + [1] for turns in said]}
 
 
 PROMPTS = ["what is this", "and that one over there", "say something nice", "why", "go on then please now"]
