@@ -265,14 +265,12 @@ def long(model: Any, variant: Variant, args: argparse.Namespace) -> list[Load]:
     vocabulary = model.config.vocab_size
     room = model.config.max_position_embeddings - args.prompt
     texts = same_length(args.requests, args.prompt, args.new or room, vocabulary, "texts")
-    arrivals = [
-        replace(job, due=i * args.every)
-        for i, job in enumerate(same_length(args.arrivals, args.long_prompt, args.long_new, vocabulary, "long"))
-    ]
-    warm = [
-        replace(job, due=i * args.every)
-        for i, job in enumerate(same_length(args.warm, args.long_prompt, args.long_new, vocabulary, "warm"))
-    ]
+
+    def paced(count: int, seed: str) -> list[Job]:
+        jobs = same_length(count, args.long_prompt, args.long_new, vocabulary, seed)
+        return [replace(job, due=i * args.every) for i, job in enumerate(jobs)]
+
+    arrivals, warm = paced(args.arrivals, "long"), paced(args.warm, "warm")
     with serving(model, variant) as (manager, limits):
         names = [manager.add_request(job.prompt, max_new_tokens=job.new, record_timestamps=True) for job in texts]
         serve(manager, warm)  # at the same pace beside the same texts: all that is captured once is there afterwards

@@ -81,7 +81,7 @@ class RequestConfigs:
         if prepared is None:
             model_config = dict(vars(self._model.config))
             prepared = self._prepare(given, shared, device)
-            if key is not None:
+            if key is not None and key == self._key(given, shared, device):  # or one was changed meanwhile
                 self._keep(key, _Kept(prepared, model_config))
         config = copy.copy(prepared.config)
         if limit is not None:

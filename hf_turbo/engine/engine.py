@@ -100,9 +100,8 @@ class Engine:
             self._choices[request] = choice
             if not choice.may_go_ahead:
                 self._held_back.add(request)
-            if request.num_sequences == 1:
-                request.quiet_below = request.options.stops.quiet_below
-                self._ends |= request.options.stops.ends
+            request.quiet_below = request.options.stops.quiet_below
+            self._ends |= request.options.stops.ends
             self._steady = None
 
     def cancel(self, request: Request) -> None:
@@ -160,8 +159,8 @@ class Engine:
         is_whole = batch.goes_on and not any(sequence.request.is_over for sequence in batch.sequences)
         if is_whole and not self._num_prompt and (goes_ahead or not self._goes_ahead):
             self._steady, self._steady_left = batch, batch.num_steps_left()
-            if self.scheduler.num_waiting:
-                self._steady_left = min(_PLAN_EVERY, self._steady_left or _PLAN_EVERY)
+            if self.scheduler.num_waiting and (self._steady_left is None or self._steady_left > _PLAN_EVERY):
+                self._steady_left = _PLAN_EVERY
         return True
 
     def _may_go_ahead(self) -> bool:
@@ -326,7 +325,7 @@ class Engine:
     def _take_quickly(
         self, batch: Batch, tokens: list[int], logprobs: list[float], doubts: list[bool], now: float
     ) -> list[int]:
-        """Takes in the tokens that are neither the first nor the last of a request's only text.
+        """Takes in the tokens that are neither the first nor the last of a text.
 
         Nearly all are like that: this is what the host does most often, so it looks at as few objects as it can.
 

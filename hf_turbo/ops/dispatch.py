@@ -181,7 +181,8 @@ def accept_round(logits: torch.Tensor, *args: Any, **options: Any) -> reference_
 def head_block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """A residual block of all Medusa heads; see `reference_heads.head_block`."""
     is_for_kernels = uses_triton(x.device) and not torch.is_grad_enabled() and 1 <= len(x) <= _MAX_HEAD_ROWS
-    if is_for_kernels and x.dtype in (torch.bfloat16, torch.float16):
+    # Under autocast, which torch's products follow, the weights may be of another dtype.
+    if is_for_kernels and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype:
         return _kernels("head_block").head_block(x, weight, bias)
     return reference_heads.head_block(x, weight, bias)
 

@@ -124,7 +124,7 @@ def repeat_text(
     min_match: int = 1,
     out: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """See `reference_drafts.repeat_text`. Rows whose numbers are impossible do no harm."""
+    """See `reference_drafts.repeat_text`. Rows whose lengths are impossible do no harm."""
     check_repeat(text, outcome, lengths, num_tokens, min_match, out)
     (rows, room), columns, device = text.shape, outcome.shape[1], text.device
     result = out[0] if out else torch.empty(rows, num_tokens + 2, dtype=torch.int64, device=device)

@@ -76,6 +76,20 @@ def test_requests_of_other_lengths_share(model, prepared):
     assert RequestOptions.of(model, IDS, None, {"max_length": 20}, configs=shared).max_new_tokens == 11
 
 
+def test_the_models_own_limit_counts_the_prompt(model):
+    """Not as Transformers' default of so many tokens, which does not."""
+    model.generation_config.max_length = 20
+    assert RequestOptions.of(model, IDS, None, {}).max_new_tokens == 20 - len(IDS)
+
+
+def test_a_model_that_was_moved_has_its_special_tokens_there(model):
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    shared = RequestConfigs(model)
+    for device in ("cpu", "meta"):
+        config = shared.prepare(None, {"max_new_tokens": 4}, torch.device(device)).config
+        assert config._bos_token_tensor.device.type == device
+
+
 def test_a_config_that_was_changed_is_another_one(model):
     shared, given = RequestConfigs(model), GenerationConfig(eos_token_id=[5], do_sample=True)
 
@@ -97,6 +111,21 @@ def test_a_config_that_was_changed_is_another_one(model):
     words[0].append(9)
     assert ends([[4]]).generation_config.bad_words_ids == [[4]]  # of which nobody else has the list
     assert ends(words).generation_config.bad_words_ids == [[4, 9]]
+
+
+def test_a_config_that_is_changed_while_it_is_prepared_is_not_kept(model, monkeypatch):
+    shared, own, prepare = RequestConfigs(model), model.generation_config, model._prepare_generation_config
+
+    def late(*args):
+        own.eos_token_id = 9  # by another thread
+        return prepare(*args)
+
+    own.eos_token_id = 7
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "_prepare_generation_config", late)
+        shared.prepare(None, {"max_new_tokens": 4}, CPU)
+    own.eos_token_id = 7
+    assert shared.prepare(None, {"max_new_tokens": 4}, CPU).eos.tolist() == [7]
 
 
 def test_values_of_other_types_are_others(model):

@@ -13,12 +13,13 @@ from kv_policy import follow_policy, whole_cache
 from mixes import Ask, check, check_idle, random_asks, run
 from steps import CapturedSteps
 from tiny_models import ACCELERATED, ZOO, build, in_this_transformers
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_turbo
 from hf_turbo.cache.forward_plan import PackedUnsuited
 from hf_turbo.engine.engine import Engine
 from hf_turbo.engine.limits import EngineLimits
+from hf_turbo.engine.options import RequestOptions
 from hf_turbo.engine.request import Request, Status
 from hf_turbo.patching import handle_of
 
@@ -64,7 +65,11 @@ def test_b04_a_pool_of_one_and_a_half(block_size, goes_ahead):
     asks += [Ask(asks[0].prompt, {"max_new_tokens": 9, "do_sample": True, "seed": 3, "num_return_sequences": 2})]
     room = blocks_for(96, block_size) + 1
     engine = Engine(model, limits(num_blocks=room, goes_ahead=goes_ahead))
-    requests = run(engine, model, asks)
+
+    def no_more_is_taken():
+        assert used_blocks(model) <= room
+
+    requests = run(engine, model, asks, no_more_is_taken)
     check(stock, asks, requests)
     assert sum(request.num_preempted for request in requests) > 0
     assert max(request.num_preempted for request in requests) <= len(asks)
@@ -99,22 +104,58 @@ class Raises(LogitsProcessor):
         return scores
 
 
+class MakesNoNumbers(Raises):
+    """The same, of probabilities."""
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores * torch.nan if self.calls > 2 else scores
+
+
 @pytest.mark.parametrize("goes_ahead", [False, True])
-def test_one_that_raises_fails_alone(goes_ahead):
+@pytest.mark.parametrize("processor, told", [(Raises, "one too many"), (MakesNoNumbers, "probability tensor contains")])
+def test_one_that_raises_fails_alone(processor, told, goes_ahead):
     stock, model = twins("llama", 16)
     engine = Engine(model, limits(goes_ahead=goes_ahead))
     asks = [Ask(prompt(1, n)[0].tolist(), {"max_new_tokens": 8, "do_sample": False}) for n in (5, 9, 12)]
+    asks[1].options |= {"do_sample": processor is MakesNoNumbers, "seed": 1}
     requests = [ask.request(model, str(i)) for i, ask in enumerate(asks)]
-    requests[1].options.processors = LogitsProcessorList([Raises()])
+    requests[1].options.processors = LogitsProcessorList([processor()])
     with torch.no_grad():
         for request in requests:
             engine.add(request)
         while engine.has_work:
             engine.step()
     bad = requests.pop(1)
-    assert bad.status is Status.FAILED and isinstance(bad.error, ZeroDivisionError)
+    assert bad.status is Status.FAILED and told in str(bad.error)
     assert bad.sequences[0].new_tokens == asks.pop(1).alone(stock)[0][:2]
     check(stock, asks, requests)
+    check_idle(engine, model)
+
+
+class AtNine(StoppingCriteria):
+    """Ends a text at nine tokens."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 9)
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_criteria_of_the_callers_own_see_every_token(goes_ahead):
+    stock, model = twins("llama", 16)
+    engine = Engine(model, limits(goes_ahead=goes_ahead))
+    ask = Ask([5, 6, 7], {"max_new_tokens": 20, "do_sample": False})
+    requests = [ask.request(model, str(i)) for i in range(2)]
+    own = StoppingCriteriaList([AtNine()])
+    requests[1].options = RequestOptions.of(model, ask.prompt, None, ask.options, stopping_criteria=own)
+    with torch.no_grad():
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+    assert all(request.status is Status.FINISHED for request in requests)
+    [whole] = ask.alone(stock)
+    assert [request.sequences[0].new_tokens for request in requests] == [whole, whole[:6]]
     check_idle(engine, model)
 
 
@@ -214,6 +255,19 @@ def test_the_next_prompt_follows_at_once(goes_ahead):
             engine.step()
     check(stock, asks, requests)
     check_idle(engine, model)
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_nothing_is_computed_after_the_last_token(waiting):
+    """Whether others wait for the row or not, and though the host has not read that token yet."""
+    stock, model = twins("llama", 16)
+    engine = Engine(model, limits(max_rows=2, goes_ahead=True))
+    asks = [Ask([i + 1, 2, 3], {"max_new_tokens": 2 + 9 * (i == 1), "do_sample": False}) for i in range(2 + waiting)]
+    saw, full = engine._saw, []
+    engine._saw = lambda ready, is_step: (full.extend(s for s in ready if s.is_full), saw(ready, is_step))
+    requests = run(engine, model, asks)
+    check(stock, asks, requests)
+    assert not full
 
 
 #: Accelerated under `generate()`, but not here: their forwards can't be shared by rows that differ in length.

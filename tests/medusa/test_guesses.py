@@ -85,6 +85,28 @@ def test_a_plain_head_is_multiplied_as_in_a_step(base, tmp_path, monkeypatch):
         hf_turbo.unpatch(base)
 
 
+def test_a_heads_bias_and_hooks_count(base, tmp_path, monkeypatch):
+    drafter, _ = drafter_of(base, tmp_path, TREES["all heads"])
+    calls = []
+
+    def linear(*case):
+        calls.append(case)
+        return reference_linear.linear(*case)
+
+    try:
+        monkeypatch.setattr(base.lm_head, "bias", nn.Parameter(torch.randn(base.config.vocab_size) * 9))
+        hidden, roots = torch.randn(2, base.config.hidden_size), torch.arange(2)
+        wanted = drafter.guess(hidden, roots).tolist()
+        monkeypatch.setattr(medusa, "serves_linear", lambda *args, **options: True)
+        monkeypatch.setattr(medusa, "linear", linear)
+        assert drafter.guess(hidden, roots).tolist() == wanted and len(calls) == 1
+        hook = base.lm_head.register_forward_hook(lambda module, args, output: -output)
+        assert drafter.guess(hidden, roots).tolist() != wanted and len(calls) == 1
+        hook.remove()
+    finally:
+        hf_turbo.unpatch(base)
+
+
 def test_plain_linears():
     cpu, meta = torch.device("cpu"), torch.device("meta")
 

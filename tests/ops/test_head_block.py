@@ -97,6 +97,16 @@ def test_refuses(change, told):
         head_block.head_block(**given)
 
 
+def test_dispatch_leaves_other_dtypes_to_torch(monkeypatch):
+    """As training has them when it looks how good its heads are: float32 ones, and a model's states in bfloat16."""
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    x, weight, bias = make_case(2, 2, 32, False, torch.bfloat16, "cpu")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = dispatch.head_block(x, weight.float(), bias.float())
+        wanted = reference_heads.head_block(x, weight.float(), bias.float())
+    assert found.equal(wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_the_device(dtype):
