@@ -6,13 +6,14 @@ import pytest
 import torch
 from helpers import assert_pool_accounts, fill_free_blocks, generate, new_text, prompt, ragged, twins, used_blocks
 from steps import CapturedSteps
-from tiny_models import in_this_transformers
+from tiny_models import build, in_this_transformers
 
 import hf_turbo
 from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_steps
 from hf_turbo.modeling.head_input import HeadInput, make_watchable
+from hf_turbo.modeling.prompt_forward import PromptFacts
 from hf_turbo.ops import dispatch
 from hf_turbo.patching import handle_of
 
@@ -35,6 +36,8 @@ class PromptSteps(CapturedSteps):
         if not isinstance(cache, PagedCache) or cache.layout.packed is None:
             return None
         self.num_rows.append(len(kwargs["input_ids"]))
+        for layer in cache.layers:  # a graph serves those caches alone whose blocks it writes to
+            assert layer.store is layer.group.table.group.stores.get(layer.layer_idx)
         return super().run(model, forward, kwargs)
 
 
@@ -103,6 +106,20 @@ def test_a_second_turn(captured):
     assert torch.equal(*texts) and steps.num_prompts == 2
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+def test_prompts_that_begin_alike(captured, name, options):
+    """What is kept of the first is found by the others; the rest is a prompt of rows that are there already."""
+    stock, model = twins(name, 4)
+    hf_turbo.patch(model, block_size=4, prefix_cache=True)
+    steps, found = captured(model), []
+    for inputs in (ragged(9, 13, 6), ragged(9, 13, 6), ragged(9, 13, 6, seed=1)):
+        assert torch.equal(new_text(model, inputs, 6, **options), new_text(stock, inputs, 6, **options))
+        found.append(hf_turbo.report(model).prefix_tokens_found)
+    assert found == [0, 22, 22] and steps.num_rows == [28, 6 * options.get("num_beams", 1), 28]
+    assert used_blocks(model) == 0
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {"samples": 3}])
 def test_copies_of_a_prompt_are_computed_once(options, captured):
     """Beams and samples hold its blocks together until they write to them."""
@@ -120,30 +137,126 @@ def test_copies_of_a_prompt_are_computed_once(options, captured):
     assert used_blocks(model) == 0
 
 
-def test_a_prompt_that_fails_goes_the_models_own_way(captured, monkeypatch):
-    """With the rows and blocks that it had."""
-    stock, model = twins("llama", 4)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("takes_blocks", [False, True])
+def test_a_prompt_that_fails_goes_the_models_own_way(captured, monkeypatch, name, takes_blocks):
+    """With the rows and blocks that it had: as where the model has changed since the capture."""
+    stock, model = twins(name, 4)
     captured(model)
-    monkeypatch.setattr(handle_of(model).steps, "run", lambda *call: None)
+    num_failed = 0
+
+    def fails(model, forward, kwargs):
+        nonlocal num_failed
+        cache = kwargs[CACHE_NAME]
+        if cache.layout.packed is not None:
+            num_failed += 1
+            if takes_blocks:
+                cache.advance()
+
+    monkeypatch.setattr(handle_of(model).steps, "run", fails)
     for inputs, options in ((ragged(9, 13, 6), {"num_beams": 3}), (ragged(9, 13), {})):
         assert torch.equal(new_text(model, inputs, 6, **options), new_text(stock, inputs, 6, **options))
+    assert num_failed == 2 and used_blocks(model) == 0
+    assert_pool_accounts(model)
 
 
-def test_what_the_head_is_given(captured):
+@torch.no_grad()
+def test_a_prompt_that_is_stopped_leaves_an_empty_cache(captured, monkeypatch):
+    stock, model = twins("llama", 4)
+    captured(model)
+
+    def stopped(model, forward, kwargs):
+        if kwargs[CACHE_NAME].layout.packed is not None:
+            kwargs[CACHE_NAME].advance()
+            raise KeyboardInterrupt
+
+    ids, cache = prompt(2, 9).repeat_interleave(2, 0), handle_of(model).new_cache(copies_per_row=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(handle_of(model).steps, "run", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, logits_to_keep=1, **{CACHE_NAME: cache})
+    assert cache.batch_size == used_blocks(model) == 0
+    assert cache.layout.packed is None and cache.layout.wanted == []
+    for keep in (1, 2):  # captured, and its own way
+        logits = model(ids, logits_to_keep=keep, **{CACHE_NAME: cache}).logits
+        torch.testing.assert_close(logits, stock(ids, logits_to_keep=keep).logits, rtol=1e-4, atol=1e-4)
+        cache.reset()
+        cache.layout.copies_per_row = 2
+
+
+def test_a_model_of_another_dtype_since(captured):
+    """Its keys lie elsewhere than those of the prompts before."""
+    stock, model = twins("llama", 4)
+    steps, ids = captured(model), prompt(2, 9)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        stock.to(dtype), model.to(dtype)
+        steps.graphs.clear()  # as where weights have moved
+        assert torch.equal(new_text(model, ids, 6), new_text(stock, ids, 6)), dtype
+    assert steps.num_prompts == 3
+
+
+@torch.no_grad()
+def test_a_cache_with_tokens_stays_where_they_are():
+    _, model = twins("llama", 4)
+    cache, ids = hf_turbo.paged_cache(model), prompt(1, 5)
+    model(ids, **{CACHE_NAME: cache})
+    before = cache.layers[0].store
+    model.double()
+    model(ids, **{CACHE_NAME: hf_turbo.paged_cache(model)})
+    cache.adopt_stores()
+    assert cache.layers[0].store is before and before.dtype == torch.float32
+    cache.reset()
+    cache.adopt_stores()
+    assert cache.layers[0].store.dtype == torch.float64
+
+
+def test_tokens_of_copies_are_counted(captured):
+    """As they are where the prompt goes the model's own way."""
+    counts = []
+    for is_captured in (False, True):
+        _, model = twins("llama", 4)
+        if is_captured:
+            captured(model)
+        new_text(model, ragged(9, 13, 6), 1, num_beams=3)
+        report = hf_turbo.report(model)
+        counts.append((report.tokens_stored, report.tokens_shared))
+    assert counts[0] == counts[1] == (28, 56)
+
+
+@torch.no_grad()
+def test_positions_that_are_not_given(captured):
+    """A model counts them as it likes: by the mask, or on from a picture. From 0 on all count alike."""
+    stock, model = twins("llama", 4)
+    steps, ids, padded = captured(model), prompt(2, 9), ragged(9, 5)
+    cache = hf_turbo.paged_cache(model)
+    expected = stock(ids, logits_to_keep=1, use_cache=True)
+    got = model(ids, logits_to_keep=1, **{CACHE_NAME: cache})
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert steps.num_prompts == 1
+    more = {"input_ids": prompt(2, 4), "logits_to_keep": 1}
+    expected = stock(**more, **{CACHE_NAME: expected[CACHE_NAME]})
+    torch.testing.assert_close(model(**more, **{CACHE_NAME: cache}).logits, expected.logits, rtol=1e-4, atol=1e-4)
+    got = model(**padded, logits_to_keep=1, **{CACHE_NAME: hf_turbo.paged_cache(model)})
+    torch.testing.assert_close(got.logits, stock(**padded, logits_to_keep=1).logits, rtol=1e-4, atol=1e-4)
+    assert steps.num_prompts == 1
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@torch.no_grad()
+def test_what_the_head_is_given(captured, copies):
     """Of each row's last token alone, as where the model computes the last logits itself."""
     stock, model = twins("llama", 4)
     steps = captured(model)
     make_watchable(model)
     inputs = ragged(9, 3, 14)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    inputs = {name: x.repeat_interleave(copies, 0) for name, x in inputs.items()}
     hidden = stock(**inputs, output_hidden_states=True).hidden_states[-1][:, -1:]
-    cache = hf_turbo.paged_cache(model)
+    cache = handle_of(model).new_cache(copies_per_row=copies)
     cache.head_input = HeadInput()
-    with torch.no_grad():
-        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
-        hidden = stock(**inputs, position_ids=positions, output_hidden_states=True).hidden_states[-1][:, -1:]
-        model(**inputs, position_ids=positions, logits_to_keep=1, **{CACHE_NAME: cache})
+    model(**inputs, logits_to_keep=1, **{CACHE_NAME: cache})
     torch.testing.assert_close(cache.head_input.take(), hidden, rtol=1e-4, atol=1e-4)
-    assert steps.num_prompts == 1
+    assert steps.num_rows == [26]
 
 
 def test_prompts_that_go_the_models_own_way(captured, monkeypatch):
@@ -153,7 +266,10 @@ def test_prompts_that_go_the_models_own_way(captured, monkeypatch):
     holes["attention_mask"][1, 5] = 0
     empty["attention_mask"][0] = 0
     ids = {"input_ids": prompt(2, 9)}
-    others = [(ids, {}), (ids, {"logits_to_keep": 2}), (ids, {"logits_to_keep": torch.tensor([0])})]
+    for x in (holes, empty):
+        x["position_ids"] = (x["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    others = [(ids, {}), *((ids, {"logits_to_keep": keep}) for keep in (2, torch.tensor([0]), torch.tensor(1)))]
+    others += [({"input_ids": prompt(2, 1)}, {"logits_to_keep": 1})]  # a step
     with torch.no_grad():
         for inputs, options in ((holes, {"logits_to_keep": 1}), (empty, {"logits_to_keep": 1}), *others):
             logits = model(**inputs, **options, **{CACHE_NAME: hf_turbo.paged_cache(model)}).logits
@@ -167,6 +283,62 @@ def test_prompts_that_go_the_models_own_way(captured, monkeypatch):
     assert steps.num_prompts == 0
     new_text(model, inputs, 5)
     assert steps.num_prompts == 1
+
+
+def test_what_an_ordinary_prompt_is():
+    _, model = twins("llama", 4)
+    cache = hf_turbo.paged_cache(model)
+    plain = {"input_ids": prompt(2, 9), "logits_to_keep": 1, "use_cache": True, CACHE_NAME: cache}
+    assert prompt_steps._is_plain(cache, plain)
+    for name, x in (
+        ("logits_to_keep", True), ("logits_to_keep", torch.tensor(1)), ("logits_to_keep", 0), ("logits_to_keep", None),
+        ("position_ids", torch.zeros(3, 2, 9)), ("position_ids", [[0]]), ("attention_mask", torch.ones(2, 1, 9, 9)),
+        ("attention_mask", {}), ("inputs_embeds", torch.zeros(2, 9, 32)), ("token_type_ids", torch.zeros(2, 9)),
+    ):  # fmt: skip
+        assert not prompt_steps._is_plain(cache, plain | {name: x}), name
+    cache.layout.only_ones_follow = True
+    assert not prompt_steps._is_plain(cache, plain)
+
+
+def test_models_whose_prompts_are_not_captured(captured):
+    """Where that is not wanted, those of quantized caches, and those whose frequencies follow the longest text."""
+    stock, model = twins("llama", 16)
+    counts = []
+    for options in ({}, {"cuda_graphs": False}, {"kv_cache_dtype": "int8"}):
+        hf_turbo.patch(model, block_size=32, **options)
+        steps = captured(model)
+        assert torch.equal(new_text(model, prompt(2, 9), 5), new_text(stock, prompt(2, 9), 5))
+        counts.append(steps.num_prompts)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    stock, model = twins("llama", 4, rope_parameters=rope)
+    dynamic = captured(model)
+    assert torch.equal(new_text(model, ragged(2, 9), 5), new_text(stock, ragged(2, 9), 5))
+    assert counts == [1, 0, 0] and dynamic.num_prompts == 0
+
+
+def test_what_a_models_prompts_cost():
+    """Weights of 4 bits are as many as others; looked at once."""
+    stock, model = build("llama"), hf_turbo.quantize(build("llama"), group_size=16)
+    matrices = sum(p.numel() for p in stock.parameters() if p.dim() == 2)
+    hf_turbo.patch(model)
+    facts = PromptFacts.of(model)
+    assert facts == PromptFacts(work=matrices / 2, has_experts=False, together=True)
+    assert PromptFacts.of(model) is facts
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_masks_of_ones_own(captured, name):
+    """Of four dimensions, for a model whose layers differ in a dict of them."""
+    stock, model = twins(name, 4)
+    steps, mask = captured(model), torch.full((3, 3), -1e9).triu(1)
+    mask[2, 1] = -1e9
+    mask = mask.expand(2, 4, 3, 3)  # as many heads as columns, and more
+    masks = mask if name == "llama" else {"full_attention": mask, "sliding_attention": mask}
+    inputs = {"input_ids": prompt(2, 3), "attention_mask": masks, "logits_to_keep": 1}
+    got = model(**inputs, **{CACHE_NAME: hf_turbo.paged_cache(model)}).logits
+    torch.testing.assert_close(got, stock(**inputs).logits, rtol=1e-4, atol=1e-4)
+    assert steps.num_prompts == 0
 
 
 def test_many_tokens_of_experts_are_not_captured(captured, monkeypatch):

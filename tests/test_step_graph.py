@@ -14,7 +14,7 @@ from hf_turbo.cache.step_cache import StepUnsuited
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import graphs
 from hf_turbo.modeling.fusion import STEP_RULES
-from hf_turbo.modeling.step_graph import StepGraph, StepInputs
+from hf_turbo.modeling.step_graph import StepGraph, StepInputs, _base
 from hf_turbo.ops import dispatch
 from hf_turbo.patching import handle_of
 
@@ -84,7 +84,7 @@ def captures(monkeypatch):
     class Recorded(Step):
         def capture(self, forward, pool, stream, watch=None):
             self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
-            self._bases = []
+            self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers)]
             self.forward = forward
 
         def replay(self, cache, num_rows):
@@ -150,6 +150,65 @@ def test_prompts_that_can_not_be_captured_leave_steps_alone(captures):
     assert set(hf_turbo.report(model).stepped_aside) == {
         f"{what} are not captured: capturing the step failed: reads a number" for what in ("prompts", "decode steps")
     }
+
+
+@torch.no_grad()
+def test_a_cache_of_another_dtype(captures):
+    """The step is captured for caches to come; this one has no place for its keys, as the model's own way says."""
+    model = build("llama")
+    hf_turbo.patch(model, block_size=4)
+    steps, forward = handle_of(model).steps, type(model)._hf_turbo_original_class.forward
+    ids, cache = torch.full((1, 3), 5), hf_turbo.paged_cache(model)
+    model(ids, **{CACHE_NAME: cache})
+    model.double()
+    inputs = StepInputs.of({"input_ids": ids[:, :1], "position_ids": torch.full((1, 1), 3)})
+    assert steps._run(model, lambda **k: forward(model, **k), cache, inputs) is None
+    with pytest.raises(ValueError, match="start from a new cache"):
+        model(ids[:, :1], **{CACHE_NAME: cache})
+    cache = hf_turbo.paged_cache(model)
+    model(ids, **{CACHE_NAME: cache})
+    assert steps._run(model, lambda **k: forward(model, **k), cache, inputs).logits.dtype == torch.float64
+    assert steps.num_captured == 1 and steps.num_replayed == 1
+
+
+@torch.no_grad()
+def test_positions_that_are_not_given(captures):
+    """A step's is the number of columns before it, but for models that have seen pictures: those know better."""
+    model = build("llama")
+    hf_turbo.patch(model, block_size=4)
+    steps, forward = handle_of(model).steps, type(model)._hf_turbo_original_class.forward
+
+    def one_step(**more):
+        ids, cache = torch.full((1, 3), 5), hf_turbo.paged_cache(model)
+        model(ids, **{CACHE_NAME: cache})
+        inputs = StepInputs.of({"input_ids": ids[:, :1]} | more)
+        return steps._run(model, lambda **k: forward(model, **k), cache, inputs)
+
+    given = torch.full((1, 1), 3)
+    assert torch.equal(one_step().logits, one_step(position_ids=given).logits)
+    model.model.rope_deltas = torch.tensor([[-2]])
+    one_step()  # drops what was captured before
+    assert one_step() is None and steps.num_graphs == 0  # there is no graph for it
+    assert one_step(position_ids=given) is not None and steps.num_graphs == 1
+    assert one_step() is None and not steps.is_refused  # there is one
+
+
+@torch.no_grad()
+def test_first_prompts(captures):
+    """The first one is computed once, though its cache has no blocks before; the next finds the graph wide enough."""
+    model = build("llama", max_position_embeddings=4)  # longer texts come, too
+    hf_turbo.patch(model, block_size=4)
+    steps, forward = handle_of(model).steps, type(model)._hf_turbo_original_class.forward
+    tensors = {"input_ids": torch.full((9, 1), 5), "position_ids": torch.arange(9)[:, None]}
+    logits = []
+    for _ in range(2):
+        cache = hf_turbo.paged_cache(model)
+        cache.layout.padding, cache.layout.packed, cache.layout.wanted = [0], [9], [8]
+        cache.adopt_stores()
+        inputs = StepInputs.of(tensors | {CACHE_NAME: cache})
+        logits.append(steps._run(model, lambda **k: forward(model, **k), cache, inputs).logits)
+    assert torch.equal(*logits) and logits[0].shape[:2] == (1, 1)
+    assert (steps.num_captured, steps.num_replayed, steps.num_dropped) == (1, 1, 0)
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ class LayerGroup:
             self.layout.padding = [0] * num_rows
         if len(self.layout.padding) != num_rows:
             raise ValueError(f"the cache holds {len(self.layout.padding)} rows, this forward brings {num_rows}")
-        self._forget_failed(start)
+        self.forget_failed(start)
         if device.type != "cpu":
             # Room to grow in a row is for reading in place. On a CPU memory that nobody has written to costs nothing.
             self.table.take_no_room()
@@ -80,7 +80,7 @@ class LayerGroup:
 
     def begin_tree(self, start: int, tree: TokenTree, device: torch.device) -> ForwardPlan:
         """The same for a token tree after each row: the forward has a row for each node, and one column."""
-        self._forget_failed(start)
+        self.forget_failed(start)
         self._flush(start, tree.max_depth + 1)
         self.num_columns = start + tree.num_nodes
         self.plan, copies = make_tree_plan(self.table, self.layout, start, tree, self.window_kept, device)
@@ -89,7 +89,7 @@ class LayerGroup:
 
     def begin_packed(self, start: int, q_lens: Sequence[int], num_rows: int, device: torch.device) -> ForwardPlan:
         """The same for tokens of which each row brings a number of its own, in so many rows of the batch."""
-        self._forget_failed(start)
+        self.forget_failed(start)
         if device.type != "cpu":
             self.table.take_no_room()
         self._flush(start)
@@ -110,7 +110,7 @@ class LayerGroup:
         """
         self.plan = None
         if is_first:
-            self._forget_failed(start)
+            self.forget_failed(start)
         self._flush(start, reach)
         self.num_columns = start + num_nodes
         old_lens = self.layout.lengths(start)
@@ -121,7 +121,7 @@ class LayerGroup:
     def advance_packed(self, start: int) -> None:
         """The same where the layout says what each row brings; of a quantized cache that is not captured."""
         self.plan = None
-        self._forget_failed(start)
+        self.forget_failed(start)
         self.table.take_no_room()
         old_lens, new_lens = self.layout.lengths(start), self.layout.next_lengths(start)
         self.num_columns = start + max(new - old for old, new in zip(old_lens, new_lens, strict=True))
@@ -168,6 +168,11 @@ class LayerGroup:
                     "may be cropped"
                 )
 
+    def forget_failed(self, start: int) -> None:
+        """Takes back the blocks of a forward after `start` columns that failed; the layout has its rows still."""
+        if self.num_columns != start:
+            self.crop(start)
+
     def reset(self) -> None:
         """Forgets all columns."""
         self.table.release()
@@ -195,10 +200,6 @@ class LayerGroup:
         """Of a quantized cache: makes codes of what the `reach` tokens after `start` read as codes."""
         if isinstance(self.table, CodedTable):
             self.table.flush(self.layout.lengths(start), self._kept_from(start), self._quantize, reach)
-
-    def _forget_failed(self, start: int) -> None:
-        if self.num_columns != start:  # a forward that took blocks, then failed
-            self._crop_table(self.layout.lengths(start))
 
     def _crop_table(self, lengths: Sequence[int]) -> None:
         window = self.sliding_window

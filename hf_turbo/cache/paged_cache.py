@@ -310,9 +310,9 @@ class PagedCache(Cache):
             group.advance(self.num_columns, num_nodes + ahead, reach + ahead, is_first=not ahead)
 
     def adopt_stores(self) -> None:
-        """Has layers that have stored nothing yet use the pool's present stores, where there are such."""
+        """Has the layers of a cache without tokens use the pool's present stores, where there are such."""
         for layer in self.layers:
-            if layer.store is None:
+            if not layer.length:
                 layer.store = layer.group.table.group.stores.get(layer.layer_idx)
 
     def move_accepted(self, path: torch.Tensor, counts: torch.Tensor) -> None:

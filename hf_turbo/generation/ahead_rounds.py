@@ -116,7 +116,7 @@ class AheadRounds:
         self._steps, self._guesses = steps, guesses
         self._num_rows = len(steps.lengths)
         self._under_way: deque[AheadRound] = deque()
-        self._spare: dict[int, list[Letter]] = {}  # by depth, as all of one depth have one shape
+        self._spare: dict[int, list[Letter]] = {}  # by depth, as most of one depth have one shape
         self._following: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
         self._last: Followed | None = None

@@ -73,6 +73,9 @@ class SpareTexts:
         self._num_tokens, self._min_match = num_tokens, min_match
         self._spare: dict[tuple[int, int, torch.device], list[DeviceTexts]] = {}
 
+    def __reduce__(self) -> tuple[type[SpareTexts], tuple[int, int]]:
+        return SpareTexts, (self._num_tokens, self._min_match)  # a copy of the model makes its own
+
     @property
     def can_serve(self) -> bool:
         """Whether pieces as long as are asked for can be compared."""
@@ -93,8 +96,10 @@ class SpareTexts:
             if present.key == key:
                 return present
             self.give_back(present)
-        spare = self._spare.get(key)
-        return spare.pop() if spare else DeviceTexts(rows, room, self._num_tokens, self._min_match, device)
+        try:
+            return self._spare[key].pop()
+        except (KeyError, IndexError):  # asked for first, as another thread may take the last one
+            return DeviceTexts(rows, room, self._num_tokens, self._min_match, device)
 
     def give_back(self, texts: DeviceTexts) -> None:
         """Of a call that needs them no more."""

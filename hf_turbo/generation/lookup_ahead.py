@@ -75,7 +75,8 @@ class LookupAhead:
         self.guesses = self._fitting(self.guesses)
         found = self.guesses.load(texts, self._left_out)
         if not self._is_known:
-            self.hear(found.tolist(), [row.is_over for row in self._rows])
+            done = [row.is_over or row.has_read(new) for row, new in zip(self._rows, texts.new, strict=True)]
+            self.hear(found.tolist(), done)
         size = self.choose(size)
         return Draft(TokenTree.chain(size), found[:, : size + 1], size * self.num_found) if size else None
 
@@ -110,6 +111,10 @@ class _Row:
         self._num_read = 0
         self._guesses = OpenGuesses()
         self._is_first = True
+
+    def has_read(self, new: Sequence[int]) -> bool:
+        """Whether a round has brought nothing: the row has ended."""
+        return len(new) == self._num_read
 
     def read(self, new: Sequence[int], tokens: list[int], match: int, gain: MatchGain) -> None:
         """Takes in a row's new tokens, all since the prompt, and what the device found after them."""

@@ -42,8 +42,8 @@ class Letter:
         return room[: x.numel()].view(x.shape)
 
     def _fits(self, tensors: tuple[torch.Tensor | None, ...]) -> bool:
-        shapes = [None if x is None else x.shape for x in tensors]
-        return shapes == [None if x is None else x.shape for x in self._at_home]
+        wanted, there = ([None if x is None else (x.shape, x.dtype) for x in xs] for xs in (tensors, self._at_home))
+        return wanted == there
 
     def open(self) -> list[torch.Tensor | None]:
         """The tensors on the CPU, until the letter is sent again; waits until they are there."""

@@ -142,7 +142,8 @@ class _Rounds:
         self._rows, self._steps, self._pace = rows, steps, pace
         samples = bool(rows.config.do_sample)
         mask = None if mask is None else mask[:, :-1]
-        self._goes_ahead = rows.is_plain and runs_ahead(rows.prompt.device)
+        captures = model._hf_turbo.config.cuda_graphs
+        self._goes_ahead = rows.is_plain and captures and runs_ahead(rows.prompt.device)
         context = DraftContext(
             model, rows.texts, mask, samples, rows.draws, watch, rows.max_new, pace, steps.lengths, self._goes_ahead
         )

@@ -23,11 +23,11 @@ from ..compat import CACHE_NAME
 from ..config import TurboConfig
 from ..ops.dispatch import uses_triton
 from .fusion import STEP_RULES
-from .model_state import ModelState, is_watched, why_not_captured
+from .model_state import ModelState, is_watched, shifts_positions, why_not_captured
 from .step_graph import Follower, Forward, StepGraph, StepInputs
 
 #: Graphs of one model at most; the one that was not used for longest goes. Requests that come and go need one for each
-#: of 25 numbers of rows, and one for each of 14 sizes of a step with prompts.
+#: of 25 numbers of rows, and one for each of 14 sizes of a step with prompts of up to 16 of them.
 MAX_GRAPHS = 48
 #: A model that changed so often, each time before so many replays, is not captured any more.
 _MAX_WASTED, _FEW_REPLAYS = 4, 8
@@ -92,7 +92,7 @@ class StepGraphs:
         return sum(graph.num_bytes for graph in list(self._graphs.values()))
 
     def run(self, model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOutput | None:
-        """One decode step by a graph.
+        """One decode step, or one with prompts, by a graph.
 
         Args:
             model: the patched model.
@@ -260,7 +260,8 @@ class StepGraphs:
         self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs
     ) -> ModelOutput | None:
         start = cache.num_columns
-        if "position_ids" not in inputs.tensors:
+        counts_itself = "position_ids" not in inputs.tensors
+        if counts_itself:
             inputs.tensors["position_ids"] = torch.full((1, 1), start, device=inputs.tensors["input_ids"].device)
         if self._graphs and (self._state is None or not self._state.same_memory()):
             self._drop_changed()
@@ -271,6 +272,8 @@ class StepGraphs:
             self.num_dropped += 1
             graph = None
         if graph is None:
+            if counts_itself and shifts_positions(model):
+                return None
             result = self._capture(model, forward, cache, inputs)
         else:
             self._graphs.move_to_end(inputs.key)
@@ -280,6 +283,8 @@ class StepGraphs:
             self.num_replayed += 1
             if not cache.model_is_as_it_was and self._state is not None and not self._state.unchanged():
                 self._drop_changed()  # that step was of a model that is no more
+                return None
+            if counts_itself and shifts_positions(model):  # looked at while the GPU works
                 return None
         if result is not None and cache.layout.unsuited is None:
             cache.finish_step(start + 1)
@@ -327,6 +332,8 @@ class StepGraphs:
         self._graphs[inputs.key] = graph
         self.num_captured += 1
         graph.num_bytes = max(torch.cuda.memory_reserved() - before, 0)
+        if cache.num_columns and not graph.serves(cache):
+            return None  # the model computes other keys now than the cache holds: its own way says so
         return result
 
     def _drop_changed(self) -> None:

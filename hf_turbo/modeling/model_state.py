@@ -103,6 +103,11 @@ def why_not_together(model: nn.Module) -> str | None:
     return _READS_POSITIONS if any(map(_reads_positions, model.modules())) else None
 
 
+def shifts_positions(model: nn.Module) -> bool:
+    """Whether a model that is given no positions counts them on from what it has kept of pictures in the text."""
+    return any(vars(module).get("rope_deltas") is not None for module in model.modules())
+
+
 def has_experts(model: nn.Module) -> bool:
     """Whether rows choose among weights: tensors of several matrices."""
     return any(p.dim() == 3 for p in model.parameters())

@@ -48,11 +48,17 @@ def run_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOut
         ids = kwargs["input_ids"]
     if not _fits(model, cache, ids.numel(), len(ids)):
         return None
-    before = cache.layout.padding
-    output = _run(model, forward, kwargs, cache, ids)
-    if output is None:
-        cache.layout.padding = before  # of all rows
-    elif copies > 1:
+    before, output = cache.layout.padding, None
+    try:
+        output = _run(model, forward, kwargs, cache, ids)
+    finally:
+        if output is None:
+            for group in cache.groups.values():
+                group.forget_failed(cache.num_columns)
+            cache.layout.padding = before  # of all rows
+    if output is not None and copies > 1:
+        for group in cache.groups.values():
+            group.table.group.shared_tokens += sum(cache.lengths) * (copies - 1)
         cache.batch_repeat_interleave(copies)
         output["logits"] = output["logits"].repeat_interleave(copies, dim=0)
         if cache.head_input is not None:
@@ -71,8 +77,11 @@ def _run(
     q_lens = [new - old for new, old in zip(lengths, layout.lengths(start), strict=True)]
     if min(q_lens) == 0:
         return None
+    real = real_tokens(q_lens, q_len, ids.device)
+    if kwargs.get("position_ids") is None and (start or real is not None):
+        return None  # what positions it gives to padding, and to what follows images, is the model's to say
     wanted = [end - 1 for end in itertools.accumulate(q_lens)]
-    step = _packed_arguments(kwargs, ids, start, real_tokens(q_lens, q_len, ids.device))
+    step = _packed_arguments(kwargs, ids, real)
     cache.adopt_stores()
     layout.packed, layout.wanted = q_lens, wanted
     try:
@@ -99,8 +108,8 @@ def _is_plain(cache: PagedCache, kwargs: dict[str, Any]) -> bool:
     layout, keep = cache.layout, kwargs.get("logits_to_keep")
     if layout.unsuited is not None or layout.only_ones_follow:
         return False
-    positions = kwargs.get("position_ids")
-    if positions is not None and (not isinstance(positions, torch.Tensor) or positions.dim() != 2):
+    both = [kwargs.get(name) for name in ("position_ids", "attention_mask")]
+    if any(x is not None and (not isinstance(x, torch.Tensor) or x.dim() != 2) for x in both):
         return False
     others = [x for name, x in kwargs.items() if name not in _OWN]
     return type(keep) is int and keep == 1 and not any(isinstance(x, torch.Tensor) for x in others)
@@ -118,9 +127,7 @@ def _fits(model: Any, cache: PagedCache, num_tokens: int, num_rows: int) -> bool
     return num_tokens <= MAX_PACKED_EXPERTS or not facts.has_experts
 
 
-def _packed_arguments(
-    kwargs: dict[str, Any], ids: torch.Tensor, start: int, real: torch.Tensor | None
-) -> dict[str, Any]:
+def _packed_arguments(kwargs: dict[str, Any], ids: torch.Tensor, real: torch.Tensor | None) -> dict[str, Any]:
     """The step's arguments: ids and positions `[tokens, 1]`, padding left out.
 
     Args:
@@ -128,7 +135,7 @@ def _packed_arguments(
     """
     positions = kwargs.get("position_ids")
     if positions is None:
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     both = [ids, positions.expand(ids.shape)]
     packed = [x.reshape(-1, 1) if real is None else x.reshape(-1).index_select(0, real).unsqueeze(1) for x in both]
     others = {name: x for name, x in kwargs.items() if name not in _OWN}

@@ -21,3 +21,12 @@ def test_letters_of_changing_sizes(sizes):
         assert got[1] is None if scores is None else torch.equal(got[1], scores.cpu())
         memory.add(got[0].data_ptr())
     assert len(memory) < len(set(sizes))
+
+
+def test_letters_of_changing_dtypes():
+    """Of the same shape each time: nothing is made another dtype of on the way."""
+    letter = Letter()
+    for dtype in (torch.bool, torch.float32, torch.int64):
+        x = torch.tensor([0, 3], device="cuda").to(dtype)
+        [got] = letter.send(x).open()
+        assert got.dtype == dtype and torch.equal(got, x.cpu())

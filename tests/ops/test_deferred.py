@@ -36,6 +36,7 @@ def pairs():
         (lambda: (x @ y).neg(), lambda: (y @ x).neg()),
         (lambda: x[torch.tensor([1, 0])], lambda: x[torch.tensor([1, 0, 3])]),
         (lambda: x.neg().to(torch.float64), lambda: x.neg().to(torch.bfloat16)),
+        (lambda: x.neg().to(torch.int64) * 2, lambda: x.neg().to(torch.int64) * 2.0),
     ]
 
 
@@ -50,6 +51,18 @@ def test_operations_that_differ_a_little(i):
         for one, right in zip(some, all_expected, strict=True):
             assert isinstance(one, Deferred) and shape_of(one) == shape_of(right)
             assert shape_of(mode.tensor(one))[0] == right.shape and mode.tensor(one).dtype == right.dtype
+
+
+def test_the_default_dtype_counts():
+    """It is what whole numbers become that are multiplied by others."""
+    x = torch.randn(4, 6)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            with DeferredMode([], CPU):
+                assert (x.neg().to(torch.int64) * 2.0).dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_equal_operations_are_looked_at_once(monkeypatch):

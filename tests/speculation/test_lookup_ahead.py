@@ -1,5 +1,7 @@
 """Prompt lookup on the device, in rounds with the host one behind: what is found, drafted and learnt."""
 
+import copy
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -121,6 +123,29 @@ def test_texts_are_taken_and_given_back():
     assert spare.exchange(None, 1, 5, 20, device).room == 2048
 
 
+def test_two_calls_that_want_the_same_texts():
+    """The last ones may be gone between a look and a grasp."""
+
+    class Emptied(list):
+        def __bool__(self):
+            return True
+
+    spare, device = device_texts.SpareTexts(7, 1), torch.device("cpu")
+    held = spare.exchange(None, 3, 100, 2000, device)
+    spare._spare[held.key] = Emptied()
+    assert spare.exchange(None, 3, 100, 2000, device).key == held.key
+
+
+def test_copies_of_a_model_have_texts_of_their_own(ahead):
+    stock, model = forgetful_twins()
+    looking_up(ahead, stock, model, hf_turbo.PromptLookup(7), prompt(1, 9))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        [drafter] = [x.drafter for x in handle_of(copied).drafters.values()]
+        assert not drafter._spare._spare and drafter.sizes[-1] == 7
+        ahead[1](copied)
+        assert torch.equal(new_text(copied, prompt(1, 9), NEW), new_text(stock, prompt(1, 9), NEW))
+
+
 def test_rows_that_are_behind_decide():
     """A row that is ahead of others has time; one that has ended has nothing to say."""
     texts = SimpleNamespace(num_prompt=9, device=torch.device("cpu"), new=[[5], [5], [5]], lengths=[10] * 3)
@@ -137,6 +162,35 @@ def test_rows_that_are_behind_decide():
     assert size([16, 16, 16], [1, 1, 1]) == 15
     assert size([16, 0, 16], [9, 2, 9]) < 7 and size([0, 16, 0], [12, 9, 12]) == 15
     assert size([0, 16, 0], [12, 15, 12]) < 7 and size([0, 16, 0], [12, 15, 12], [True, False, True]) == 15
+    assert size([16, 16, 0], [13, 16, 13]) and session.num_found == 2
+    size([16, 16, 0], [13, 17, 14], [True, False, False])
+    assert session.num_found == 1
+
+
+def test_rows_that_have_ended_do_not_decide_where_the_host_waits():
+    """They stay where the caller sees the cache; nobody says that they have ended, but they get no more tokens."""
+    texts = SimpleNamespace(num_prompt=2, device=torch.device("cpu"), new=[[], []], lengths=[2, 2])
+    context = SimpleNamespace(
+        texts=texts, pace=Steady([1, 3, 7, 15]), max_new=NEW, lengths=[2, 2], goes_ahead=True, samples=False
+    )
+    session = hf_turbo.PromptLookup().begin(context)
+    found = torch.tensor([[5] * 16 + [0], [5] * 16 + [16]])
+    session.guesses.load = lambda *texts: found
+    sizes = []
+    for new in ([1, 1], [1, 3], [1, 9]):
+        texts.new = [[5] * n for n in new]
+        texts.lengths = [2 + n for n in new]
+        draft = session.propose(15, texts)
+        sizes.append(0 if draft is None else draft.tree.max_depth)
+        session.learn(None, 1)
+    assert sizes[1:] == [15, 15] and session.num_found == 1
+
+
+def test_without_graphs_the_host_looks_up(ahead, heard):
+    stock, model = forgetful_twins()
+    hf_turbo.patch(model, block_size=4, cuda_graphs=False, speculation=hf_turbo.PromptLookup(7))
+    assert torch.equal(new_text(model, prompt(1, 9), NEW), new_text(stock, prompt(1, 9), NEW))
+    assert heard["rounds"] == 0 and stats(model).accepted > 0
 
 
 def test_prompts_of_embeddings(ahead, heard):
