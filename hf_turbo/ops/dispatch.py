@@ -166,15 +166,19 @@ def rotary_store_kv(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """Index of the largest of each row of `[rows, columns]`, the first of equals."""
-    if uses_triton(x.device) and x.stride(-1) == 1 and x.dtype != torch.float64:
+    if _kernels_take_logits(x):
         return _kernels("argmax").argmax(x)
     return torch.argmax(x, dim=-1)
 
 
+def _kernels_take_logits(x: torch.Tensor) -> bool:
+    """Whether the kernels that choose among the numbers of a row take `[..., columns]` of this kind."""
+    return uses_triton(x.device) and x.stride(-1) == 1 and x.dtype != torch.float64
+
+
 def accept_round(logits: torch.Tensor, *args: Any, **options: Any) -> reference_rounds.Round:
     """What follows the forward of a draft; see `reference_rounds.accept_round`."""
-    is_for_kernels = uses_triton(logits.device) and logits.stride(-1) == 1 and logits.dtype != torch.float64
-    module = _kernels("accept_round") if is_for_kernels else reference_rounds
+    module = _kernels("accept_round") if _kernels_take_logits(logits) else reference_rounds
     return module.accept_round(logits, *args, **options)
 
 
@@ -196,8 +200,7 @@ def tree_tokens(
     out: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The tokens of a tree of heads' guesses; see `reference_heads.tree_tokens`."""
-    is_for_kernels = uses_triton(logits.device) and logits.stride(-1) == 1 and logits.dtype != torch.float64
-    if is_for_kernels and num <= reference_drafts.MAX_RANKS:
+    if _kernels_take_logits(logits) and num <= reference_drafts.MAX_RANKS:
         return _kernels("tree_tokens").tree_tokens(logits, roots, heads, ranks, num, out)
     best = logits.topk(num, dim=-1).indices  # quicker on a CPU than the oracle's sort; of equals any
     return reference_heads.place_ranks(best, roots, heads, ranks, out)
