@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,16 +11,26 @@ import torch
 from ..ops.attention_config import next_power_of_2
 
 
+@cache
+def _mail(device: torch.device) -> torch.cuda.Stream:
+    """On which a device's letters go home: in the steps' own stream the next step would wait for the copy."""
+    return torch.cuda.Stream(device)
+
+
 class Letter:
     """Small tensors of one step on their way to the host. Used again and again."""
 
     def __init__(self) -> None:
+        self._sent: tuple[torch.Tensor | None, ...] = ()  # which nobody else may write to while they are copied
         self._at_home: list[torch.Tensor | None] = []
         self._memory: dict[int, torch.Tensor] = {}  # pinned: getting it takes longer than a small copy
         self._arrived: torch.cuda.Event | None = None
 
     def send(self, *tensors: torch.Tensor | None) -> Letter:
-        """Copies tensors of one device, best of the same shapes each time; None where there is nothing to tell."""
+        """Copies tensors of one device, best of the same shapes each time; None where there is nothing to tell.
+
+        They are not to be written to before the letter is opened.
+        """
         device = next(x.device for x in tensors if x is not None)
         if device.type != "cuda":
             self._at_home = [None if x is None else x.cpu() for x in tensors]
@@ -28,10 +39,14 @@ class Letter:
             self._arrived = torch.cuda.Event()
         if not self._fits(tensors):
             self._at_home = [None if x is None else self._place_for(i, x) for i, x in enumerate(tensors)]
-        for home, x in zip(self._at_home, tensors, strict=True):
-            if home is not None and x is not None:
-                home.copy_(x, non_blocking=True)
-        self._arrived.record(torch.cuda.current_stream(device))
+        self._sent = tensors
+        mail = _mail(device)
+        mail.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(mail):
+            for home, x in zip(self._at_home, tensors, strict=True):
+                if home is not None and x is not None:
+                    home.copy_(x, non_blocking=True)
+            self._arrived.record(mail)
         return self
 
     def _place_for(self, i: int, x: torch.Tensor) -> torch.Tensor:
@@ -49,6 +64,7 @@ class Letter:
         """The tensors on the CPU, until the letter is sent again; waits until they are there."""
         if self._arrived is not None:
             self._arrived.synchronize()
+            self._sent = ()
         return self._at_home
 
 

@@ -37,17 +37,17 @@ def choose_config(
         block_m = 32 if bits == 8 and dim <= 128 else 16
         return AttentionConfig(block_m, block_size, num_warps=4, num_stages=2)
     block_m = max(8, next_power_of_2(rows))
-    if bits == 4 and block_m == 8 and dim * block_size <= 128 * 64:
+    is_short = block_m == 8 and dim * block_size <= 128 * 64
+    if bits == 4 and is_short and num_programs * 2 > facts.num_sms:
         # Unpacking is what takes the time. Two warps repeat less of what is the same for all of a tile; with so few
-        # registers that six such programs fit, one or two are computing while others wait.
+        # registers that six such programs fit, one or two are computing while others wait. (With few sequences most
+        # programs of a captured step have nothing to do or one wide block, and 1 x 128 took 4.13 ms for 3.86.)
         fits = k_dim % 128 == 0 and v_dim % 128 == 0  # heads that are padded take more registers
         programs, registers = (6, 168) if fits or dim < 128 else (5, 200)
-        if num_programs * 2 <= facts.num_sms:
-            programs = 4  # a captured step has all its splits at every length, and most of them have nothing to do
         return AttentionConfig(block_m, block_size, 2, 3, programs_per_sm=programs, pdl=pdl, max_registers=registers)
     warps = 8 if dim > 128 and block_m > 8 else 4
     # One more block in flight: among a model's other kernels 77.7 us for 81.4 of a layer, though not alone.
-    stages = 3 if block_m == 8 and dim * block_size <= 128 * 64 else 2
+    stages = 3 if bits == 8 and is_short else 2
     return AttentionConfig(block_m, block_size, warps, stages, programs_per_sm=4 if block_m == 8 else 2, pdl=pdl)
 
 

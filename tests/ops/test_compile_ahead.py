@@ -315,14 +315,14 @@ def recorded(capability, *modules):
         JITFunction.run = launch
 
 
-def make_cache(q_len, num_kv_heads, dims, block_size, dtype, segments, window):
-    """The blocks and the geometry of four sequences."""
+def make_cache(q_len, num_kv_heads, dims, block_size, dtype, segments, window, num_seqs=4):
+    """The blocks and the geometry of some sequences."""
     import torch
 
     from hf_turbo.ops.block_ids import MAX_SEGMENTS
     from hf_turbo.ops.metadata import AttentionMetadata, LayerKV
 
-    num_seqs, max_seqlen_k = 4, 8192
+    max_seqlen_k = 8192
     pools = [
         tuple(torch.empty(1000, num_kv_heads, block_size, dim, dtype=dtype) for _ in range(segments)) for dim in dims
     ]

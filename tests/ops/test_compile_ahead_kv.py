@@ -65,7 +65,9 @@ def compile_case(capability, fmt="int8", dims=(128, 128), block_size=64, dtype="
     return [ahead.kernel_facts(kernel) | inexact_steps(kernel.asm["ptx"]) for kernel in compiled]
 
 
-def compile_attention(capability, fmt="int8", dims=(128, 128), block_size=64, dtype="bfloat16", q_len=1, group=4):
+def compile_attention(
+    capability, fmt="int8", dims=(128, 128), block_size=64, dtype="bfloat16", q_len=1, group=4, num_seqs=16
+):
     """Attends, by default in a decode step over a pool that grows; returns the facts of the kernel."""
     import torch
 
@@ -76,7 +78,7 @@ def compile_attention(capability, fmt="int8", dims=(128, 128), block_size=64, dt
 
     heads, fmt, dtype = 8, KV_FORMATS[fmt], getattr(torch, dtype)
     with ahead.recorded(capability, quantized_attention) as compiled, torch.device("meta"):
-        wide, metadata = ahead.make_cache(q_len, heads, dims, block_size, dtype, 2, None)
+        wide, metadata = ahead.make_cache(q_len, heads, dims, block_size, dtype, 2, None, num_seqs)
         metadata.code_tables = metadata.block_tables
         sizes = fmt.key_bytes(block_size, dims[0]), fmt.value_bytes(block_size, dims[1])
         pools = [tuple(torch.empty(1000, heads, size, dtype=torch.uint8) for _ in range(2)) for size in sizes]
@@ -100,6 +102,7 @@ ATTENTION = {
     "attend-int8": {},
     "attend-fp8": {"fmt": "fp8"},
     "attend-int4": {"fmt": "int4"},
+    "attend-int4-few": {"fmt": "int4", "num_seqs": 1},
     "attend-int4-d64": {"fmt": "int4", "dims": (64, 64), "group": 3},
     "attend-int4-d80": {"fmt": "int4", "dims": (80, 80), "group": 1},
     "attend-int8-d256-group12": {"dims": (256, 256), "group": 12},
@@ -110,7 +113,7 @@ ATTENTION = {
     "attend-int4-fp16-block32": {"fmt": "int4", "block_size": 32, "dtype": "float16"},
     "attend-int8-fp32": {"dtype": "float32"},
 }
-QUICK_ATTENTION = {80: ["attend-fp8"], 86: ["attend-int8"], 90: ["attend-int8", "attend-int4", "attend-fp8"]}
+QUICK_ATTENTION = {80: ["attend-fp8"], 86: ["attend-int8"], 90: ["attend-int8", "attend-int4", "attend-int4-few", "attend-fp8"]}
 
 
 def compile_all(capability, cases):
