@@ -186,7 +186,8 @@ class BlockGroup:
         It grows for blocks that, once they are cached, will fit beside those that are.
         """
         with self._lock:
-            self.index.make_room(self, count - self.manager.num_free)
+            if count > self.manager.num_free:
+                self.index.make_room(self, count - self.manager.num_free)
             missing = count - self.manager.num_free
             if missing <= 0:
                 return

@@ -150,14 +150,13 @@ class BlockTable:
         """Makes row `i` what row `indices[i]` is; blocks are shared, not copied."""
         before = self.rows
         rows = [before[source] if i == source else list(before[source]) for i, source in enumerate(indices)]
-        shared = [self._num_shared(i, indices[i]) for i in range(min(len(rows), len(before)))]
-        shared += [0] * (max(len(rows), len(before)) - len(shared))
-        for row, same in zip(rows, shared, strict=False):
-            if same < len(row):
-                self.group.retain(row[same:])
-        for row, same in zip(before, shared, strict=False):
-            if same < len(row):
-                self.group.release(row[same:])
+        changed = [i for i, source in enumerate(indices) if i != source]
+        gone = [i for i in changed if i < len(before)] + list(range(len(rows), len(before)))
+        shared = {i: self._num_shared(i, indices[i]) for i in gone if i < len(rows)}
+        for i in changed:
+            self.group.retain(rows[i][shared.get(i, 0) :])
+        for i in gone:
+            self.group.release(before[i][shared.get(i, 0) :])
         self.rows, self.first = rows, [self.first[i] for i in indices]
         self._version += 1
         if self._mirror is not None and self._mirror.numel() <= _SMALL:
@@ -172,8 +171,8 @@ class BlockTable:
 
         Rows share prefixes only: where they hold the same block, they hold the same blocks before it.
         """
-        if a == b or self.first[a] != self.first[b]:
-            return len(self.rows[a]) if a == b else 0
+        if self.first[a] != self.first[b]:
+            return 0
         length = min(len(self.rows[a]), len(self.rows[b]))
         while length and self.rows[a][length - 1] != self.rows[b][length - 1]:
             length -= 1

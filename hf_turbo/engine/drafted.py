@@ -66,8 +66,8 @@ class DraftedSteps:
         self._drafts: RowDrafts | None = None
         self._last: _Step | None = None
         try:
-            self._drafts = row_drafts(self._paced.drafter, model, forwards.watch)
-        except DraftsUnsuited as error:
+            self._drafts = row_drafts(self._paced.drafter, model, forwards.watch, memory)
+        except (DraftsUnsuited, PackedUnsuited) as error:
             self._stop(str(error))
 
     @property

@@ -41,6 +41,7 @@ class RowForwards:
 
     def __init__(self, model: Any, watch: HeadInput | None = None) -> None:
         self._model = model
+        self._handle = model._hf_turbo
         self.device: torch.device = model.device
         self.watch = watch
         names = inspect.signature(type(model)._hf_turbo_original_class.forward).parameters
@@ -52,7 +53,7 @@ class RowForwards:
             raise PackedUnsuited(reason)
         self._picks_logits = "logits_to_keep" in names
         self._num_forwards = 0
-        config = model._hf_turbo.config
+        config = self._handle.config
         #: Whether forwards of few tokens are captured, those included to which rows bring different numbers of them.
         self.captures = uses_triton(self.device) and config.cuda_graphs and config.kv_cache_dtype is None
         self._has_experts = has_experts(model)
@@ -73,9 +74,8 @@ class RowForwards:
         Raises:
             PackedUnsuited: they can't.
         """
-        handle = self._model._hf_turbo
         knows_blocks = all(group.table.group.block_bytes for group in self.cache.groups.values())
-        if handle.packs_rows and knows_blocks:
+        if self._handle.packs_rows and knows_blocks:
             return
         try:
             self.cache.add_rows(2)
@@ -83,7 +83,7 @@ class RowForwards:
             self.step(torch.zeros(2, dtype=torch.int64, device=self.device))
         finally:
             self.renew()
-        handle.packs_rows = True
+        self._handle.packs_rows = True
 
     def packed(self, tokens: torch.Tensor, q_lens: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
         """Computes so many tokens of each row in one forward.
@@ -148,22 +148,37 @@ class RowForwards:
         if not self.captures or num_tokens > most or self.num_rows > MAX_PACKED_SEQS:
             return False
         # What the first forward tells of the model, it tells in the model's own way.
-        return self.cache.num_columns > 0 and not self._model._hf_turbo.steps.is_refused
+        return self.cache.num_columns > 0 and not self._handle.steps.is_refused
 
     def _new_cache(self) -> PagedCache:
-        cache: PagedCache = self._model._hf_turbo.new_cache()
+        cache: PagedCache = self._handle.new_cache()
         cache.is_given = False
         cache.head_input = self.watch
         return cache
 
     @torch.no_grad()
     def _forward(self, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Logits `[batch, columns, vocabulary]`."""
-        output = self._model(**kwargs, **{CACHE_NAME: self.cache}, use_cache=True, return_dict=True)
+        """Logits `[batch, columns, vocabulary]`.
+
+        Raises:
+            RuntimeError: the model is not patched any more as it was: the forward may have been half of each kind.
+        """
+        try:
+            output = self._model(**kwargs, **{CACHE_NAME: self.cache}, use_cache=True, return_dict=True)
+        except Exception as error:
+            self._check_patched(error)
+            raise
+        self._check_patched()
         # No code of the user's runs between the steps, but other threads' may.
         self._num_forwards += 1
         self.cache.model_is_as_it_was = self._num_forwards % _LOOK_EVERY != 0
         return output.logits
+
+    def _check_patched(self, cause: Exception | None = None) -> None:
+        if getattr(self._model, "_hf_turbo", None) is not self._handle:
+            raise RuntimeError(
+                "the model was unpatched, or patched anew, while requests were under way: stop the manager before that"
+            ) from cause
 
     @contextmanager
     def _of_rows(

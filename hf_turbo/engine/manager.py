@@ -348,15 +348,16 @@ class Manager:
         self._worker.stream(request_id)
 
     def _stream(self, request_id: str) -> Iterator[list[int]]:
-        num_seen = 0
+        num_seen, has_ended = 0, False
         try:
             for output in self.request_id_iter(request_id):
+                has_ended = output.is_finished()
                 if new := _new_tokens(output, num_seen):
                     num_seen += len(new)
                     yield new
         except GeneratorExit:
-            self._outbox.handle(request_id, Handler(_drop))  # what is still to come would wait for ever
-            self.cancel_request(request_id)
+            if not has_ended:
+                self._leave(request_id)
             raise
 
     async def _astream(self, request_id: str, results: asyncio.Queue[GenerationOutput]) -> AsyncIterator[list[int]]:
@@ -369,8 +370,14 @@ class Manager:
                     num_seen += len(new)
                     yield new
         except (GeneratorExit, asyncio.CancelledError):
-            self.cancel_request(request_id)
+            if not has_ended:
+                self._leave(request_id)
             raise
+
+    def _leave(self, request_id: str) -> None:
+        """Cancels a request of which nobody wants to know any more."""
+        if self._outbox.drop(request_id):  # what is still to come would wait for ever
+            self.cancel_request(request_id)
 
     def _new_id(self) -> str:
         with self._lock:
@@ -410,10 +417,6 @@ def _abandon(worker: weakref.ref[Worker]) -> None:
     found = worker()
     if found is not None:
         found.abandon()
-
-
-def _drop(output: GenerationOutput) -> None:
-    pass
 
 
 def _no_manager() -> None:

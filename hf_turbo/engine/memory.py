@@ -38,10 +38,10 @@ class CacheMemory:
     """
 
     def __init__(self, model: Any, forwards: RowForwards, limits: EngineLimits) -> None:
-        self._model = model
+        self._model, self._handle = model, model._hf_turbo
         self._forwards = forwards
         self._pool: BlockPool = forwards.cache.pool
-        self._longest = limits.max_tokens
+        self._limits = limits
         self._size_before = self._pool.size
         #: Bytes of a block of each group, as of the beginning of the step.
         self._sizes: list[tuple[BlockManager, int]] = []
@@ -49,7 +49,7 @@ class CacheMemory:
             group.growth = _GROWTH
         self._keeps_texts = limits.prefix_cache
         #: Bytes that blocks in use may take, those of other caches on the model's pool included.
-        self.capacity = _capacity(limits, self._pool, forwards.device)
+        self.capacity = _capacity(limits, [self._pool], forwards.device)
         #: What keys and values depend on beside the tokens: now, as of when, and when each request's were begun.
         self._domain: bytes | None = None
         self._looked_at: float | None = None
@@ -139,6 +139,20 @@ class CacheMemory:
         if self._keeps_texts:
             self._pool.let_keep(max(self.available, 1))  # 0 would say that nothing is ever kept
 
+    def share_with(self, pool: BlockPool) -> int:
+        """Leaves a draft model's blocks their part of the memory, with room for as many tokens; how many bytes.
+
+        Where texts share blocks, more of them fit here than there: then some go without drafts.
+
+        Args:
+            pool: of the draft model, which has computed something. It is on the same device.
+        """
+        mine, its = _block_bytes(self._pool) * pool.block_size, _block_bytes(pool) * self._pool.block_size
+        if self._limits.num_blocks is None:
+            both = _capacity(self._limits, [self._pool, pool], self._forwards.device)
+            self.capacity = both * mine // (mine + its)
+        return self.capacity * its // mine
+
     def look(self) -> None:
         """Before every step: looks now and then whether the model has changed, without a wait for the device.
 
@@ -151,9 +165,8 @@ class CacheMemory:
         self._measure()
         if not self._keeps_texts or self._looked_at is None or time.monotonic() - self._looked_at < _LOOK_EVERY:
             return
-        handle = self._model._hf_turbo
-        self._domain = handle.prefix_domain(self._model, waits=False)
-        if not handle.version.is_looking:
+        self._domain = self._handle.prefix_domain(self._model, waits=False)
+        if not self._handle.version.is_looking:
             self._looked_at = time.monotonic()
 
     def look_again(self) -> None:
@@ -223,7 +236,7 @@ class CacheMemory:
         if not self._keeps_texts:
             return None
         if self._looked_at is None:
-            self._domain, self._looked_at = self._model._hf_turbo.prefix_domain(self._model), time.monotonic()
+            self._domain, self._looked_at = self._handle.prefix_domain(self._model), time.monotonic()
         if self._domain is None or not request.salt:
             return self._domain
         return self._domain + b" " + request.salt.encode()
@@ -239,27 +252,32 @@ class CacheMemory:
             is_shared = writes_to_last and blocks.manager.is_shared(table.rows[row][-1])
         missing = max(table.num_blocks(length + num_tokens) - held, 0)
         if group.sliding_window is not None:
-            missing = min(missing, table.num_blocks(group.sliding_window + self._longest) + 1)
+            missing = min(missing, table.num_blocks(group.sliding_window + self._limits.max_tokens) + 1)
         if table.codes is None:
             return (missing + is_shared) * blocks.block_bytes
         codes, size = table.codes, blocks.block_size
         coded = codes.first[row] + len(codes.rows[row]) if row is not None and row < len(codes.rows) else 0
         num_codes = max(end_of_codes(length + num_tokens, size) - coded, 0)
-        missing = min(missing, table.num_blocks(self._longest) + 2 + WIDE_BEHIND)
+        missing = min(missing, table.num_blocks(self._limits.max_tokens) + 2 + WIDE_BEHIND)
         return (missing + is_shared) * blocks.block_bytes + num_codes * codes.group.block_bytes
 
 
-def _capacity(limits: EngineLimits, pool: BlockPool, device: torch.device) -> int:
+def _capacity(limits: EngineLimits, pools: Many[BlockPool], device: torch.device) -> int:
     """Bytes that blocks in use may take: so many blocks of every group of layers, or a part of the free memory.
 
     Args:
-        pool: whose blocks' sizes are known.
+        pools: whose blocks' sizes are known.
     """
-    groups = pool.all_groups()
+    groups = [group for pool in pools for group in pool.all_groups()]
     if limits.num_blocks is not None:
         return limits.num_blocks * sum(group.block_bytes for group in groups)
     there = sum(group.manager.num_blocks * group.block_bytes for group in groups)
     return there + int(_free_memory(device) * limits.max_memory_percent)
+
+
+def _block_bytes(pool: BlockPool) -> int:
+    """Bytes that `block_size` tokens of a long text take, without what leaves windows."""
+    return sum((group.codes or group).block_bytes for group in pool.groups.values())
 
 
 def _free_memory(device: torch.device) -> int:

@@ -156,10 +156,14 @@ class Outbox:
                     self._handlers[name] = handler
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """Takes back what `expect` did: the request did not come about."""
+        """Takes back what `expect` did: the request did not come about. Results of one before it stay."""
         with self._lock:
             for name in names:
-                self._forget(name)
+                if self._boxes[name].numbers:
+                    self._boxes[name].is_over = True
+                    self._handlers.pop(name, None)
+                else:
+                    self._forget(name)
 
     def knows(self, name: str) -> bool:
         """Whether a sequence of that name is under way, or has outputs that nobody has taken."""
@@ -169,15 +173,15 @@ class Outbox:
     def handle(self, name: str, handler: Handler) -> None:
         """Lets a handler have the outputs of a sequence, those first that nobody has taken yet."""
         with self._lock:
-            self._handlers[name] = handler
-            box = self._boxes.get(name)
-            if box is not None:
-                missed = [self._waiting.pop(number) for number in box.numbers]
-                box.numbers.clear()
-                self._hand_over([(handler, output) for output in missed])
-                if box.is_over:
-                    self._forget(name)
-                box.changed.notify_all()
+            self._handle(name, handler)
+
+    def drop(self, name: str) -> bool:
+        """Drops the outputs of a sequence, those to come as well; False: there are none, and none will come."""
+        with self._lock:
+            is_known = name in self._boxes
+            if is_known:
+                self._handle(name, Handler(_drop))
+            return is_known
 
     def deliver(self, outputs: list[GenerationOutput]) -> None:
         """Brings outputs on their way, each sequence's in their order."""
@@ -234,6 +238,17 @@ class Outbox:
         box.changed.wait_for(is_settled, timeout)
         return box.numbers[0] if box.numbers else None
 
+    def _handle(self, name: str, handler: Handler) -> None:
+        self._handlers[name] = handler
+        box = self._boxes.get(name)
+        if box is not None:
+            missed = [self._waiting.pop(number) for number in box.numbers]
+            box.numbers.clear()
+            self._hand_over([(handler, output) for output in missed])
+            if box.is_over:
+                self._forget(name)
+            box.changed.notify_all()
+
     def _forget(self, name: str) -> None:
         self._handlers.pop(name, None)
         self._boxes.pop(name).changed.notify_all()
@@ -251,6 +266,9 @@ class Outbox:
                 loop.call_soon_threadsafe(_call_all, loop, calls)
             except RuntimeError:  # it has been closed, and whoever waited there with it
                 logger.warning("outputs of %d requests had no event loop left to go to", len(calls))
+                for _, output in calls:
+                    if output.request_id in self._handlers:  # what is still to come is not told of again
+                        self._handlers[output.request_id] = Handler(_drop)
 
 
 def _call_all(loop: asyncio.AbstractEventLoop, calls: list[tuple[Handler, GenerationOutput]]) -> None:
@@ -259,3 +277,7 @@ def _call_all(loop: asyncio.AbstractEventLoop, calls: list[tuple[Handler, Genera
             handler.call(output)
         except Exception as error:
             loop.call_exception_handler({"message": f"a handler of {output.request_id!r} failed", "exception": error})
+
+
+def _drop(output: GenerationOutput) -> None:
+    """Handles outputs that nobody wants."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..cache.forward_plan import DraftsUnsuited
+from ..cache.paged_cache import PagedCache
 from ..cache.token_tree import TokenTree
 from ..generation.acceptance import Accepted
 from ..generation.draft_model import DraftModelDrafter
@@ -20,6 +21,7 @@ from ..modeling.head_input import HeadInput
 from ..ops.dispatch import argmax
 from ..ops.transfer import to_device
 from .forwards import RowForwards
+from .memory import CacheMemory
 from .request import Sequence
 
 #: Tokens that a draft model computes at once of texts that it does not know yet.
@@ -60,20 +62,22 @@ class RowDrafts(Protocol):
         """Drops everything."""
 
 
-def row_drafts(drafter: Drafter, model: Any, watch: HeadInput | None) -> RowDrafts:
+def row_drafts(drafter: Drafter, model: Any, watch: HeadInput | None, memory: CacheMemory) -> RowDrafts:
     """How a drafter drafts for an engine's sequences.
 
     Args:
         model: that verifies.
         watch: where its forwards leave what its head is given, if the drafter reads that.
+        memory: of the engine; a draft model's cache has a part of it.
 
     Raises:
-        DraftsUnsuited: it drafts for the rows of one call only.
+        DraftsUnsuited: it drafts for the rows of one call only, or is a draft model that can't draft for this one.
+        PackedUnsuited: a draft model's forwards can't be shared by rows.
     """
     if isinstance(drafter, PromptLookup):
         return LookupRows(drafter, model.device)
     if isinstance(drafter, DraftModelDrafter):
-        return DraftModelRows(drafter, model)
+        return DraftModelRows(drafter, model, memory)
     if isinstance(drafter, MedusaDrafter) and watch is not None:
         return MedusaRows(drafter, watch)
     raise DraftsUnsuited(f"a {type(drafter).__name__} drafts for the rows of one call")
@@ -158,9 +162,12 @@ class DraftModelRows:
 
     It is patched as long as there are any. Whatever it lacks of a text but the last two tokens comes first; those two
     are a captured step's: after a draft that was accepted as a whole the last token but one is new to it, too.
+
+    Args:
+        memory: as of `row_drafts`, whose errors it raises.
     """
 
-    def __init__(self, drafter: DraftModelDrafter, model: Any) -> None:
+    def __init__(self, drafter: DraftModelDrafter, model: Any, memory: CacheMemory) -> None:
         self._drafter, self._model = drafter, model
         self._vocabulary, self._own_vocabulary = (
             m.config.get_text_config(decoder=True).vocab_size for m in (model, drafter.model)
@@ -171,9 +178,15 @@ class DraftModelRows:
         #: Tokens of each text that its row begins with.
         self._known: dict[Sequence, int] = {}
         self._size = 0  # of the last draft
+        self._pool = self._open().cache.pool
+        #: Bytes that its blocks may take.
+        self._capacity = memory.share_with(self._pool)
+        self._rest()
 
     def propose(self, size: int, sequences: Many[Sequence], pace: Pace) -> Draft | None:
         forwards = self._forwards or self._open()
+        if _most_bytes(forwards.cache, [len(sequence.tokens) + size for sequence in sequences]) > self._capacity:
+            return None
         self._arrange(forwards, sequences)
         self._catch_up(forwards, sequences)
         limits, cache = last_positions(sequences), forwards.cache
@@ -198,19 +211,26 @@ class DraftModelRows:
 
     def forget(self, sequence: Sequence) -> None:
         if self._rows == [sequence]:
-            self.close()
+            self._rest()
         elif self._forwards is not None and sequence in self._known:
             self._select(self._forwards, [other for other in self._rows if other is not sequence])
 
     def close(self) -> None:
-        self._rows, self._known, self._forwards = [], {}, None
-        self._patched.close()
+        self._rest()
+        self._pool.shrink({})
 
     def _open(self) -> RowForwards:
-        self._patched = self._drafter.patched_for(self._model)
-        self._forwards = RowForwards(self._drafter.model)
-        self._forwards.probe()
-        return self._forwards
+        with self._drafter.patched_for(self._model) as patched:
+            forwards = RowForwards(self._drafter.model)
+            forwards.probe()
+            self._patched = patched.pop_all()
+        self._forwards = forwards
+        return forwards
+
+    def _rest(self) -> None:
+        """Leaves the draft model as it was."""
+        self._rows, self._known, self._forwards = [], {}, None
+        self._patched.close()
 
     def _arrange(self, forwards: RowForwards, sequences: Many[Sequence]) -> None:
         """Gives these sequences, and no others, the rows of the cache, in their order."""
@@ -252,6 +272,17 @@ class DraftModelRows:
     def _known_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the draft model has; one that it lacks becomes its first."""
         return torch.where(tokens < self._own_vocabulary, tokens, 0)
+
+
+def _most_bytes(cache: PagedCache, lengths: Many[int]) -> int:
+    """Bytes of blocks that rows of so many tokens hold at most."""
+    total = 0
+    for group in cache.groups.values():
+        table, window = group.table, group.sliding_window
+        most = None if window is None else window + _MAX_CHUNK + table.group.block_size
+        held = [length if most is None else min(length, most) for length in lengths]
+        total += sum(map(table.num_blocks, held)) * table.group.block_bytes
+    return total
 
 
 def _newest(sequences: Many[Sequence], device: torch.device) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Worker:
         self._max_queue_size = max_queue_size
         self._changed = threading.Condition()
         self._new: deque[list[Submission]] = deque()
-        self._cancelled: deque[str] = deque()
+        self._cancelled: deque[Submission] = deque()
         self._under_way: dict[str, Submission] = {}
         self._stop = Stop.NO
         self._accepts = True
@@ -176,7 +176,7 @@ class Worker:
         """Cancels a request. One that is not under way is no error."""
         with self._changed:
             if request_id in self._under_way:
-                self._cancelled.append(request_id)
+                self._cancelled.append(self._under_way[request_id])
                 self._changed.notify_all()
                 return
             for group in self._new:
@@ -249,11 +249,10 @@ class Worker:
         with self._computing():  # anew each time: autocast keeps copies of weights, which a pause may have changed
             for group in groups:
                 self._add(group)
-            for request_id in cancelled:
-                if request_id in self._under_way:
-                    request = self._under_way[request_id].request
-                    self.engine.cancel(request)
-                    self._tell([request])
+            for submission in cancelled:
+                if not submission.request.is_over:
+                    self.engine.cancel(submission.request)
+                    self._tell([submission.request])
             if self.engine.has_work:
                 self._tell(self.engine.step())
         return True

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenalty
 import hf_turbo
 from hf_turbo.cache.forward_plan import PackedUnsuited
 from hf_turbo.engine import drafted as drafted_module
+from hf_turbo.engine import memory as memory_module
 from hf_turbo.engine import row_drafts as row_drafts_module
 from hf_turbo.engine.engine import Engine
 from hf_turbo.engine.forwards import RowForwards
@@ -327,8 +328,8 @@ def test_what_a_draft_model_knows_follows_the_texts(name):
     """Its drafts are those of one that reads all texts anew, whatever was accepted and whoever came, left or moved."""
     one, rng = pair(name), random.Random(1)
     model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(one.stock, num_tokens=3, adaptive=False))
-    drafter = handle_of(model).speculation.drafter
-    rows, there, away = DraftModelRows(drafter, model), [], []
+    drafter, memory = handle_of(model).speculation.drafter, Engine(model, EngineLimits(num_blocks=1000))._memory
+    rows, there, away = DraftModelRows(drafter, model, memory), [], []
     for _ in range(30):
         if not there or rng.random() < 0.25:
             ids = prompt(1, rng.randrange(2, 30), rng.randrange(99))[0].tolist()
@@ -340,7 +341,7 @@ def test_what_a_draft_model_knows_follows_the_texts(name):
             else:
                 away.append(gone)  # preempted
         rng.shuffle(there)
-        size, fresh = rng.choice([1, 3]), DraftModelRows(drafter, model)
+        size, fresh = rng.choice([1, 3]), DraftModelRows(drafter, model, memory)
         draft = rows.propose(size, there, Pace([1]))
         assert torch.equal(draft.tokens, fresh.propose(size, there, Pace([1])).tokens)
         fresh.close()
@@ -372,6 +373,42 @@ def test_the_draft_model_is_itself_while_nothing_runs():
     assert not is_patched(one.stock)
     with hf_turbo.patched(one.stock):
         assert used_blocks(one.stock) == 0
+
+
+def kv_bytes(model):
+    return hf_turbo.report(model).kv_bytes
+
+
+def pool_bytes(model):
+    return hf_turbo.report(model).pool_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_draft_model_has_a_part_of_the_memory(name, monkeypatch):
+    """Both caches together keep within it, also where texts share blocks in one of them only."""
+    one, draft = pair(name), hf_turbo.patch(truncated(name), block_size=4)
+    size = 4 * 2 * one.stock.config.num_key_value_heads * one.stock.config.head_dim * 4  # of a layer's block
+    num_layers = one.stock.config.num_hidden_layers
+    asks, wanted = both_ways(one, [ask_greedy(41, n) for n in (20, 20, 6, 6)])
+    model = hf_turbo.patch(one.model, block_size=4, speculation=hf_turbo.DraftModel(draft, 3, adaptive=False))
+    Engine(model, EngineLimits()).close()
+    before = pool_bytes(model)
+    assert pool_bytes(draft) == 0, "an engine gives back what it has taken"
+    room = 34 * (num_layers + 1) * size  # the prompt is 10 blocks, a text up to 6 more: of two there is room for drafts
+    left = lambda device: 2 * (room - pool_bytes(model) - pool_bytes(draft))  # noqa: E731
+    monkeypatch.setattr(memory_module, "_free_memory", left)
+    engine = Engine(model, EngineLimits(max_memory_percent=0.5))
+    requests, most = [ask.request(model) for ask in asks], 0
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        assert kv_bytes(model) <= 34 * num_layers * size and kv_bytes(draft) <= 34 * size
+        most = max(most, kv_bytes(draft))
+    assert_all_right(requests, wanted)
+    assert most and stats(model).rounds
+    engine.close()
+    assert (pool_bytes(model), pool_bytes(draft)) == (before, 0)
 
 
 @pytest.mark.parametrize("vocabulary", [100, 150])

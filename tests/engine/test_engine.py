@@ -185,6 +185,35 @@ def test_b03_everything_fails_with_a_step():
     check_idle(engine, model)
 
 
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_model_that_is_not_patched_any_more_is_named(anew, within):
+    """Between two steps, or by another thread while a step's layers are computed; everything is given back."""
+    _, model = twins("llama", 4)
+    engine, pool = Engine(model, limits()), handle_of(model).pool
+    requests = [Ask(prompt(1, 9, seed=i)[0].tolist(), {"max_new_tokens": 9}).request(model, str(i)) for i in range(3)]
+
+    def change(*_):
+        hf_turbo.unpatch(model)
+        if anew:
+            hf_turbo.patch(model, block_size=4)
+
+    with torch.no_grad():
+        for request in requests:
+            engine.add(request)
+        engine.step()
+        if within:
+            model.model.layers[1].register_forward_pre_hook(change)
+        else:
+            change()
+        with pytest.raises(RuntimeError, match="unpatched, or patched anew"):
+            engine.step()
+    engine.fail_all(RuntimeError("it failed"))
+    engine.close()
+    assert all(request.status is Status.FAILED for request in requests)
+    assert all(group.manager.num_used == 0 for group in pool.all_groups())
+
+
 def test_priority_comes_first():
     _, model = twins("llama", 16)
     engine = Engine(model, limits(max_rows=1))

@@ -169,6 +169,17 @@ def test_leaving_a_stream_cancels_the_request(model):
         assert manager.get_result() is None  # nor does anything wait for someone to take it
 
 
+def test_a_stream_that_has_ended_is_left_without_harm_to_the_next_request_of_that_name(model):
+    with managed(model) as manager:
+        for prompt in ([5, 6], [7]):
+            stream = manager.stream(manager.add_request(prompt, request_id="again", max_new_tokens=1))
+            assert next(stream) == toy_tokens(prompt, 1)
+            manager.add_request([8], request_id="again")
+            stream.close()
+            output = manager.get_result("again", timeout=SOON)
+            assert output is not None and output.generated_tokens == toy_tokens([8], 4), output
+
+
 def test_asyncio(model):
     async def read(manager, prompt, count):
         name = manager.add_request(prompt, max_new_tokens=count)
@@ -237,6 +248,55 @@ def test_a_handler_that_raises_harms_nobody(model):
         assert manager.get_result(manager.add_request(PROMPT), timeout=SOON).error is None
 
 
+def test_a_loop_that_is_gone_is_told_of_once(model, caplog):
+    gate = threading.Semaphore(0)
+
+    async def leave(manager):
+        manager.add_request(PROMPT, request_id="late", max_new_tokens=9)
+        manager.astream("late")  # nobody reads
+
+    with managed(model, gate=gate) as manager:
+        asyncio.run(leave(manager))
+        gate.release(9)
+        while manager._outbox.knows("late"):
+            time.sleep(0.01)
+        assert len([r for r in caplog.records if "no event loop" in r.message]) == 1
+
+
+def test_leaving_an_asyncio_stream_says_nothing(model, caplog):
+    gate = threading.Semaphore(1)
+
+    async def leave(manager):
+        async for _ in manager.astream(manager.add_request(PROMPT, request_id="left", max_new_tokens=9)):
+            break
+
+    with managed(model, gate=gate) as manager:
+        asyncio.run(leave(manager))
+        gate.release(9)
+        manager.stop(timeout=SOON)
+        assert manager.toys[0].num_steps == 2 and not manager._outbox.knows("left")
+        assert not [r for r in caplog.records if "no event loop" in r.message]
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_leaving_an_asyncio_stream_that_has_ended_harms_no_other_request(model, reads_all):
+    async def leave(manager):
+        stream = manager.astream(manager.add_request(PROMPT, request_id="again", max_new_tokens=1 if reads_all else 2))
+        await anext(stream)
+        while manager._outbox.knows("again"):
+            await asyncio.sleep(0.01)
+        if reads_all:
+            manager.add_request([8], request_id="again")
+        await stream.aclose()
+        if not reads_all:
+            manager.add_request([8], request_id="again")
+
+    with managed(model) as manager:
+        asyncio.run(leave(manager))
+        output = manager.get_result("again", timeout=SOON)
+        assert output is not None and output.generated_tokens == toy_tokens([8], 4)
+
+
 def test_whoever_waits_for_what_a_handler_gets_is_let_go(model):
     async def main(manager):
         got = []
@@ -286,6 +346,20 @@ def test_an_id_is_one_requests_at_a_time(model):
         assert manager.get_result("req_0", timeout=SOON).generated_tokens == toy_tokens([9], 4)
 
 
+def test_what_could_not_be_added_takes_no_results_with_it(model):
+    with managed(model) as manager:
+        manager.add_request(PROMPT, request_id="again")
+        manager.stop(timeout=SOON)
+        with pytest.raises(RuntimeError, match="stopped"):
+            manager.submit([manager.prepare([9], "again", {}, None)], Handler(print))
+        manager.start()
+        manager.add_request([8], request_id="again", max_new_tokens=2)
+        manager.stop(timeout=SOON)
+        assert manager.get_result().generated_tokens == toy_tokens(PROMPT, 4)
+        assert manager.get_result().generated_tokens == toy_tokens([8], 2)
+        assert manager.get_result() is None and not manager._outbox.knows("again")
+
+
 def test_a_full_queue_lets_callers_wait(model):
     gate = threading.Semaphore(0)
     with managed(model, ContinuousBatchingConfig(max_queue_size=2), start=False, gate=gate) as manager:
@@ -326,6 +400,28 @@ def test_cancel_before_the_start_and_unknown_and_twice(model):
         manager.add_request(PROMPT, request_id="nobody")  # the cancel was before it
         manager.start()
         assert all(output.error is None for output in collect(manager, 3).values())
+
+
+def test_a_cancel_that_comes_too_late_spares_the_next_request_of_that_name(model):
+    gate, may_go_on = threading.Semaphore(0), threading.Event()
+    with managed(model, gate=gate) as manager:
+        manager.add_request(PROMPT, request_id="again", max_new_tokens=1)
+        while not (manager.toys and manager.toys[0].requests):
+            time.sleep(0.01)
+        deliver = manager._outbox.deliver
+
+        def deliver_and_wait(outputs):
+            deliver(outputs)
+            may_go_on.wait(SOON)
+
+        with patch.object(manager._outbox, "deliver", deliver_and_wait):
+            manager.cancel_request("again")  # it is computing its last token just now
+            gate.release(1000)
+            assert manager.get_result("again", timeout=SOON).error is None
+            manager.add_request([9], request_id="again")
+            may_go_on.set()
+            output = manager.get_result("again", timeout=SOON)
+        assert output.error is None and output.generated_tokens == toy_tokens([9], 4)
 
 
 @pytest.mark.parametrize("state", ["queued", "waiting", "running", "one of two ended", "ended"])
