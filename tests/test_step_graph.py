@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from steps import Step, decode_steps, own_logits, step
+from steps import Step, capture_without_gpu, decode_steps, own_logits, step
 from tiny_models import ACCELERATED, ZOO, build, expectation, in_this_transformers
 
 import hf_turbo
 from hf_turbo.cache.step_cache import StepUnsuited
 from hf_turbo.compat import CACHE_NAME
-from hf_turbo.modeling import graphs
 from hf_turbo.modeling.fusion import STEP_RULES
-from hf_turbo.modeling.step_graph import StepGraph, StepInputs, _base
+from hf_turbo.modeling.step_graph import StepGraph, StepInputs
 from hf_turbo.ops import dispatch
 from hf_turbo.patching import handle_of
 
@@ -37,10 +36,12 @@ def _few_rows_merge(monkeypatch):
     monkeypatch.setattr(dispatch, "serves_linear", serves)
 
 
+@pytest.mark.parametrize("norms_within", [False, True])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSUITED])
 @torch.no_grad()
-def test_a_step_equals_the_models_own(name):
+def test_a_step_equals_the_models_own(name, norms_within, monkeypatch):
     """Within the rounding of sums in another order."""
+    monkeypatch.setattr(dispatch, "serves_norm", lambda *args, activation: norms_within)
     model = build(name)
     if expectation(model, name) != ACCELERATED:
         pytest.skip("steps aside")
@@ -79,26 +80,7 @@ def test_a_step_that_shows_its_inside_is_no_captured_one(option):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """`StepGraphs` without a GPU: its graphs note with which arguments they were made."""
-
-    class Recorded(Step):
-        def capture(self, forward, pool, stream, watch=None):
-            self._versions = {window: group.blocks.manager.version for window, group in self.groups.items()}
-            self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers)]
-            self.forward = forward
-
-        def replay(self, cache, num_rows):
-            return self.result(self.output, cache, num_rows)
-
-        def compute(self, forward, watch=None):
-            self.output = super().compute(forward, watch)
-            return self.output
-
-    monkeypatch.setattr(graphs, "StepGraph", Recorded)
-    monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
-    monkeypatch.setattr(graphs.StepGraphs, "_order_streams", lambda self: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    capture_without_gpu(monkeypatch)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Rules that compute several deferred operations in one kernel: what a decoder's layer is made of.
 
 Projections of the same input become one launch over several weights (no weight is copied), with the activation between
-them or the residual after them folded in, where the kernel is faster than cuBLAS; otherwise products go to torch, and
-the norm after them takes the residual's sum with it.
+them, the residual after them or, of short rows, the norm before them folded in, where the kernel is faster than cuBLAS;
+otherwise products go to torch, and the norm after them takes the residual's sum with it.
 """
 
 from __future__ import annotations
@@ -103,14 +103,41 @@ def _normed(
 ) -> torch.Tensor:
     """The norm of a tensor's rows, `[rows, columns]`, and with it the residual's sum that the tensor may be."""
     size = source.shape[-1]
-    total = pending(source, aten.add.Tensor)
-    terms = None if total is None or whole(source).shape[-1] != size else match_sum(total)
-    if total is None or terms is None or _takes_residual(mode, total):
+    found = _sum_before(mode, source)
+    if found is None:
         return dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm, perm=perm)
+    total, terms = found
     a, b = (mode.tensor(x).reshape(-1, size) for x in terms)
     normed, added = dispatch.rms_norm(b, norm, residual=a, perm=perm)
     mode.finish(total, added.view(total.meta.shape))
     return normed
+
+
+def _sum_before(mode: DeferredMode, source: torch.Tensor) -> tuple[Value, tuple[torch.Tensor, torch.Tensor]] | None:
+    """The residual's sum that a norm's kernel takes along, and its terms; None where a product does."""
+    total = pending(source, aten.add.Tensor)
+    terms = None if total is None or whole(source).shape[-1] != source.shape[-1] else match_sum(total)
+    return None if total is None or terms is None or _takes_residual(mode, total) else (total, terms)
+
+
+def _norm_within(
+    mode: DeferredMode, products: Sequence[Product], activation: bool
+) -> tuple[torch.Tensor, RMSNorm] | None:
+    """What the products' kernel normalizes itself, and how: where no other product waits for that norm."""
+    found, left = norm_of(products[0]), products[0].left
+    if found is None or _sum_before(mode, found[0]) is not None:
+        return None
+    if not {id(value) for value in mode.products_of(left)} <= {id(p.value) for p in products}:
+        return None
+    weights = [p.weight for p in products]
+    serves = dispatch.serves_norm(left.shape[0], weights, mode.device, activation=activation)  # type: ignore[arg-type]
+    return found if serves else None
+
+
+def norm_of(product: Product) -> tuple[torch.Tensor, RMSNorm] | None:
+    """The norm that a product reads, if it is over the product's own columns."""
+    found = match_rms_norm(product.left)
+    return found if found is not None and found[0].shape[-1] == product.left.shape[-1] else None
 
 
 def expert_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -232,7 +259,9 @@ def _launch(
         else:
             x = mode.tensor(left)
         return dispatch.int4_linear(x, weights, biases, residual=residual, activation=activation, places=places)  # type: ignore[arg-type]
-    return dispatch.linear(mode.tensor(left), weights, biases, residual=residual, activation=activation)  # type: ignore[arg-type]
+    source, norm = _norm_within(mode, products, activation is not None) or (left, None)
+    x = mode.tensor(source).reshape(left.shape)
+    return dispatch.linear(x, weights, biases, residual=residual, activation=activation, norm=norm)  # type: ignore[arg-type]
 
 
 def _in_order(mode: DeferredMode, left: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

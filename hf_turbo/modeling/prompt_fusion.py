@@ -10,10 +10,9 @@ import torch
 
 from ..ops import dispatch
 from ..ops.deferred import PRODUCTS, DeferredMode, Value, aten
-from ..ops.norm_spec import RMSNorm
 from ..ops.packed_weight import PackedWeight
-from .fusion import STEP_RULES, gate_and_up, multiply, siblings
-from .patterns import Product, match_gated, match_product, match_rms_norm, match_sum, pending, product_of
+from .fusion import STEP_RULES, gate_and_up, multiply, norm_of, siblings
+from .patterns import Product, match_gated, match_product, match_sum, pending, product_of
 
 #: Rows from which on these rules apply.
 _MANY = 2048
@@ -30,7 +29,7 @@ def many_rows_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
         return None
     if _gated_input(product) is not None:
         return _through_mlp(mode, product, None)
-    found = _norm_of(product)
+    found = norm_of(product)
     if found is None:
         return None
     x = dispatch.rms_norm(mode.tensor(found[0]).reshape(product.left.shape), found[1])
@@ -68,16 +67,10 @@ def _gated_input(product: Product) -> tuple[list[Product], str] | None:
     return None if parts is None or found is None else (parts, found[2])
 
 
-def _norm_of(product: Product) -> tuple[torch.Tensor, RMSNorm] | None:
-    """The norm that a product reads, if it is over the product's own columns."""
-    found = match_rms_norm(product.left)
-    return found if found is not None and found[0].shape[-1] == product.left.shape[-1] else None
-
-
 def _through_mlp(mode: DeferredMode, product: Product, residual: torch.Tensor | None) -> torch.Tensor:
     """`act(gate) * up` and the product after it, and the norm before it, a piece at a time."""
     parts, kind = _gated_input(product)  # type: ignore[misc]  # the caller has looked
-    norm = _norm_of(parts[0])
+    norm = norm_of(parts[0])
     source = mode.tensor(parts[0].left if norm is None else norm[0]).reshape(parts[0].left.shape)
     shape = (len(source), product.size)
     out = source.new_empty(shape) if residual is None else residual.clone()

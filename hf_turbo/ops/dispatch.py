@@ -48,6 +48,7 @@ __all__ = [
     "rotary_store_kv",
     "rotate",
     "serves_linear",
+    "serves_norm",
     "store_kv",
     "token_addresses",
     "tree_tokens",
@@ -260,6 +261,15 @@ def serves_linear(
     if isinstance(weights[0], PackedWeight):
         return _kernels("int4_linear").supports(rows, weights, dtype, activation=activation)
     return _kernels("linear").supports(rows, weights, dtype, device, activation=activation)
+
+
+def serves_norm(
+    rows: int, weights: Sequence[torch.Tensor] | Sequence[PackedWeight], device: torch.device, *, activation: bool
+) -> bool:
+    """Whether `linear`, where it serves these weights, is faster with an RMS norm than after one."""
+    if not uses_triton(device) or isinstance(weights[0], PackedWeight):
+        return False
+    return _kernels("linear").supports_norm(rows, weights, device, activation=activation)
 
 
 def int4_linear(x: torch.Tensor, weights: Sequence[PackedWeight], *args: Any, **options: Any) -> torch.Tensor:

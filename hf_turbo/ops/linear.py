@@ -2,7 +2,8 @@
 
 One launch serves several weights with the same input (q/k/v; gate and up), which stay separate tensors. A bias, an
 activation between gate and up, and a residual after are folded in: each would be a launch of its own, and at batch 1 a
-launch costs as much as a small linear. A norm before is not: every program would repeat it.
+launch costs as much as a small linear. So is an RMS norm before, where the table says so: every program repeats it,
+which for short rows takes less than a launch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ import torch
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
 from .launch import Launcher
-from .linear_config import DIRECT_GROUP, MAX_ROWS, LinearConfig, choose_config, choose_expert_config, is_faster
+from .linear_config import (
+    DIRECT_GROUP,
+    MAX_ROWS,
+    LinearConfig,
+    choose_config,
+    choose_expert_config,
+    is_faster,
+    norm_is_faster_within,
+    takes_norm,
+)
 from .linear_kernels import add_splits_kernel, dot_kernel, expert_kernel, gemv_kernel
 from .linear_rows import LAST_FIRST, linear_rows_kernel
+from .norm import check_norm, norm_constants
+from .norm_spec import RMSNorm
 
 #: Outputs a program of the kernel that adds the splits.
 MERGE_BLOCK = 256
@@ -85,6 +97,7 @@ class _Operands:
         biases: Sequence[torch.Tensor | None],
         residual: torch.Tensor | None,
         activation: str | None,
+        norm: RMSNorm | None,
         out: torch.Tensor,
         config: LinearConfig,
     ) -> None:
@@ -96,6 +109,8 @@ class _Operands:
         self.weights = (*weights, *[x] * missing)
         self.biases = (*(x if bias is None else bias for bias in biases), *[x] * missing)
         self.residual = x if residual is None else residual
+        self.norm_weight = x if norm is None or norm.weight is None else norm.weight
+        self.eps = 0.0 if norm is None else float(norm.eps)
         self.sizes = (*sizes, *[0] * missing)
         # The rows of each weight, and how many of them have a bias.
         self.bounds = (*self.sizes, *(0 if bias is None else len(bias) for bias in biases), *[0] * missing)
@@ -103,10 +118,11 @@ class _Operands:
         x_stride, *self.io_strides = (t.stride(0) if rows > 1 else k for t in (x, self.residual, out))
         self.strides = (x_stride, weights[0].stride(0), *self.io_strides)
         self.epilogue = (len(sizes), any(self.bounds[3:]), residual is not None, activation)
+        self.norm = None if norm is None else norm_constants(norm)
         self.output_sizes = sizes[:1] if activation is not None else sizes
-        tensors = (x, *self.weights, *self.biases, self.residual, out)
+        tensors = (x, *self.weights, *self.biases, self.residual, out, self.norm_weight)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        self.key = (x.device, x.dtype, self.strides, aligned, config)
+        self.key = (x.device, x.dtype, self.norm_weight.dtype, self.strides, aligned, config)
 
     def tiles(self, block_n: int) -> int:
         return sum(ceil_div(size, block_n) for size in self.output_sizes)
@@ -115,11 +131,11 @@ class _Operands:
 def _run_gemv(o: _Operands) -> None:
     config = o.config
     constants = (
-        o.rows, next_power_of_2(o.rows), o.k, *o.epilogue, config.block_n, config.block_k, config.pdl,
+        o.rows, next_power_of_2(o.rows), o.k, *o.epilogue, o.norm, config.block_n, config.block_k, config.pdl,
     )  # fmt: skip
     _launch_gemv(
         (o.key, constants), (o.tiles(config.block_n), 1, 1),
-        o.x, *o.weights, *o.biases, o.residual, o.out, *o.bounds, *o.strides, *constants,
+        o.x, *o.weights, *o.biases, o.residual, o.out, o.norm_weight, *o.bounds, o.eps, *o.strides, *constants,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -151,12 +167,12 @@ def _run_rows(o: _Operands) -> None:
     config = o.config
     each = DIRECT_GROUP if config.weights_first else max(16, next_power_of_2(o.rows))
     constants = (
-        o.k, *o.epilogue, each, config.block_n, config.num_warps, config.weights_first, LAST_FIRST,
+        o.k, *o.epilogue, o.norm, each, config.block_n, config.num_warps, config.weights_first, LAST_FIRST,
         config.pdl,
     )  # fmt: skip
     _launch_rows(
         (o.key, constants), (o.tiles(config.block_n), ceil_div(o.rows, each), 1),
-        o.x, *o.weights, *o.biases, o.residual, o.out, o.rows, *o.bounds, *o.strides, *constants,
+        o.x, *o.weights, *o.biases, o.residual, o.out, o.norm_weight, o.rows, *o.bounds, o.eps, *o.strides, *constants,
         num_warps=config.num_warps, num_stages=1, launch_pdl=config.pdl, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -174,6 +190,7 @@ def linear(
     *,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    norm: RMSNorm | None = None,
     out: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> torch.Tensor:
@@ -189,6 +206,7 @@ def linear(
         residual: `[M, N]`, added to the rounded result; with one weight and no activation. It may be `out`.
         activation: None, or "silu", "gelu" or "gelu_tanh": the two weights are gate and up, of one size, and the
             result is `act(gate) * up`.
+        norm: an RMS norm of x's rows before, rounded to x's dtype; where `supports_norm` says so.
         out: where to write; allocated if None. It may not overlap x.
         config: overrides the table (for measuring).
 
@@ -196,7 +214,7 @@ def linear(
         `[M, N]` in x's dtype, N the sum of the N_i: the outputs side by side; with an activation N is N_0.
 
     Raises:
-        ValueError: for other shapes, dtypes or strides.
+        ValueError: for other shapes, dtypes or strides, and for a norm that the configuration does not take.
     """
     if x.ndim != 2:
         raise ValueError(f"x must be [M, K], got {list(x.shape)}")
@@ -209,10 +227,14 @@ def linear(
     _check(x, weights, biases, residual, activation, out)
     if config is None:
         features = sizes[0] if gated else sum(sizes)
-        config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device))
+        config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device), norm is not None)
     elif config.direct and x.dtype == torch.float32:
         raise ValueError("a direct configuration takes fp16 and bf16: fp32 would be multiplied as tf32")
-    operands = _Operands(x, weights, biases, residual, activation, out, config)
+    if norm is not None:
+        check_norm(norm, k)
+        if not takes_norm(config, k):
+            raise ValueError(f"{rows} rows of {k} columns take no norm along: call `rms_norm` before")
+    operands = _Operands(x, weights, biases, residual, activation, norm, out, config)
     with torch.cuda.device_of(x):
         _choose_run(config)(operands)
     return out
@@ -232,6 +254,13 @@ def supports(
     if len({weight.stride(0) for weight in weights}) > 1 or (activation and len({len(w) for w in weights}) > 1):
         return False
     return is_faster(dtype, device_facts(device))
+
+
+def supports_norm(x_rows: int, weights: Sequence[torch.Tensor], device: torch.device, *, activation: bool) -> bool:
+    """Whether an RMS norm before is the faster way, too, for weights that `supports` has said yes to."""
+    features = len(weights[0]) if activation else sum(len(weight) for weight in weights)
+    k, dtype = weights[0].shape[1], weights[0].dtype
+    return norm_is_faster_within(x_rows, features, k, activation, dtype, device_facts(device))
 
 
 def expert_linear(

@@ -17,7 +17,11 @@ MAX_GEMV_ROWS = 2
 MAX_DIRECT_ROWS, MAX_DIRECT_COLUMNS = 32, 2048
 #: Rows of x a program of a direct configuration with weights first.
 DIRECT_GROUP = 8
+#: The most columns of x whose norm every program repeats.
+MAX_NORM_COLUMNS = 1024
 
+#: Programs of a GEMV that a multiprocessor surely runs at once.
+_GEMVS_AT_ONCE = 8
 _MEASURED_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -53,14 +57,15 @@ class LinearConfig:
 
 @lru_cache(maxsize=4096)
 def choose_config(
-    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts
+    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts, norm: bool = False
 ) -> LinearConfig:
-    """The table, by rows of x, output features (of the gate alone when gated), columns, dtype and device.
+    """The table, by rows of x, output features (of the gate alone when gated), columns, dtype, device and whether an
+    RMS norm before is taken along.
 
     Measured on an H200 within a chain of a layer's kernels, not alone: what one leaves in flight the next one meets.
     """
     pdl = facts.capability >= 90
-    direct = _direct_config(rows, features, k, gated, dtype, facts) if rows > 1 else None
+    direct = _direct_config(rows, features, k, gated, dtype, facts, norm) if rows > 1 else None
     if direct is not None:
         config = direct
     elif rows <= MAX_GEMV_ROWS:
@@ -68,6 +73,24 @@ def choose_config(
     else:
         config = _dot_config(rows, features, k, gated, dtype, facts)
     return replace(config, pdl=pdl)
+
+
+def takes_norm(config: LinearConfig, k: int) -> bool:
+    """Whether a program of this configuration has whole rows of x at once, as an RMS norm needs them."""
+    return config.direct or (not config.dot and config.block_k >= k)
+
+
+def norm_is_faster_within(
+    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts
+) -> bool:
+    """Whether to take an RMS norm along instead of launching it before, by the same things as `choose_config`.
+
+    Every program waits for its norm: of longer rows, or in programs that don't all run at once, that takes more than a
+    launch (8B's linears at one row: 4.34 ms a step for 4.01).
+    """
+    config = choose_config(rows, features, k, gated, dtype, facts, norm=True)
+    at_once = config.direct or ceil_div(features, config.block_n) <= facts.num_sms * _GEMVS_AT_ONCE
+    return k <= MAX_NORM_COLUMNS and takes_norm(config, k) and at_once
 
 
 def choose_expert_config(k: int, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
@@ -103,7 +126,7 @@ def _for_dtype(config: LinearConfig, dtype: torch.dtype) -> LinearConfig:
 
 
 def _direct_config(
-    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts
+    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts, norm: bool
 ) -> LinearConfig | None:
     """None for columns that registers do not hold, or that are no loads of 16 bytes, and for too many programs.
 
@@ -114,9 +137,10 @@ def _direct_config(
         return None
     # Registers of a thread for x and weights, as measured: up to 8 rows are quicker with more warps than they need, and
     # from 17 on more programs share a multiprocessor.
-    most = {1: 104, 2: 192}.get(ceil_div(rows, DIRECT_GROUP), 128)
+    most = 144 if norm else {1: 104, 2: 192}.get(ceil_div(rows, DIRECT_GROUP), 128)
     for block_n, rows_each in ((16, DIRECT_GROUP), (8, max(16, next_power_of_2(rows)))):
-        per_slice = (rows_each + block_n * (2 if gated else 1)) // 2  # a slice: 32 columns of two bytes
+        # A slice: 32 columns of two bytes. A norm has x in four bytes, and its weight in the threads of each of 8 rows.
+        per_slice = (rows_each + block_n * (2 if gated else 1) + (rows_each + 8 if norm else 0)) // 2
         num_warps = next((w for w in (2, 4) if ceil_div(k, 32 * w) * per_slice <= most), 8)
         registers = ceil_div(k, 32 * num_warps) * per_slice
         programs = ceil_div(features, block_n) * ceil_div(rows, rows_each)

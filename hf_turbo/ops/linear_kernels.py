@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .norm import apply_norm_weight
+
 # Signatures are laid out by kind of argument: weights, biases, other tensors, sizes, strides, constants.
 # fmt: off
 
@@ -98,16 +100,17 @@ def prefetch(rows_ptr, first_column, K: tl.constexpr, COLUMNS: tl.constexpr):
 # Nothing is gained by compiling for sizes that only bound rows.
 @triton.jit(do_not_specialize=["n_0", "n_1", "n_2", "bias_n_0", "bias_n_1", "bias_n_2"])
 def gemv_kernel(
-    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, residual_ptr, out_ptr,
-    n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2,
+    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, residual_ptr, out_ptr, norm_ptr,
+    n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, eps,
     stride_x, stride_w, stride_res, stride_out,
-    M: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-    NUM_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, NUM_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_N output features (of gate and up when gated) for all M rows of x, ROWS with padding.
 
     Everything is [ROWS of x, rows of w, columns], in a layout in which a thread holds the same columns of all rows.
+    NORM: None, or the weighting of an RMS norm before, of rows that are one step.
     """
     if PDL:
         gdc_launch_dependents()
@@ -128,6 +131,9 @@ def gemv_kernel(
     if GATED:
         up_rows = w_1 + w_offset
         up_w = load_columns(up_rows, 0, "evict_first", K, BLOCK_K)
+    factor = 1.0
+    if NORM is not None and NORM[0]:
+        factor = load_columns(norm_ptr, 0, "evict_last", K, BLOCK_K)
     m_out, n_out = m[:, None], n[None, :]
     mask = (n_out < size) & (m_out < M)
     bias = load_bias(bias_ptr, n_out, bias_size, HAS_BIAS)
@@ -140,6 +146,10 @@ def gemv_kernel(
         residual = tl.load(residual_ptr + m_out * stride_res + n_out, mask=mask, other=0.0)
 
     x = load_columns(x_rows, 0, "evict_last", K, BLOCK_K).to(tl.float32)
+    if NORM is not None:
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        x = x * tl.rsqrt(tl.sum(x * x, 2, keep_dims=True) * (1.0 / K) + eps)
+        x = apply_norm_weight(x, factor, DTYPE, NORM[0], NORM[1], NORM[2]).to(DTYPE).to(tl.float32)
     acc = w.to(tl.float32) * x
     up_acc = acc
     if GATED:

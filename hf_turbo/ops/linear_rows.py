@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .int4_kernels import thread_index
 from .linear_kernels import finish, load_bias, pick_weight
+from .norm import apply_norm_weight
 
 #: Which of several dimensions Triton gives to threads first: the last, or the first, as it did up to 3.6.
 LAST_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
@@ -48,6 +49,23 @@ def _load_slices(
             part = tl.permute(part, (3, 2, 1, 0, 4))
         slices = slices + (part,)  # noqa: RUF005
     return slices
+
+
+@triton.jit
+def _normalize(xs, factors, eps, K: tl.constexpr, WEIGHTING: tl.constexpr):
+    """The RMS norm of x's rows, rounded as a norm's kernel would; WEIGHTING as `norm_constants` gives it."""
+    DTYPE: tl.constexpr = xs[0].dtype
+    squares = xs[0].to(tl.float32) * xs[0].to(tl.float32)
+    for s in tl.static_range(1, len(xs)):
+        squares += xs[s].to(tl.float32) * xs[s].to(tl.float32)
+    total = tl.sum(tl.sum(tl.sum(squares, 4, keep_dims=True), 0, keep_dims=True), 2, keep_dims=True)
+    inverse = tl.rsqrt(total * (1.0 / K) + eps)
+    normed = ()
+    for s in tl.static_range(len(xs)):
+        n = xs[s].to(tl.float32) * inverse
+        n = apply_norm_weight(n, factors[s], DTYPE, WEIGHTING[0], WEIGHTING[1], WEIGHTING[2])
+        normed = normed + (n.to(DTYPE),)  # noqa: RUF005
+    return normed
 
 
 @triton.jit
@@ -119,17 +137,18 @@ def _add_shares(
 # Nothing is gained by compiling for sizes that only bound rows.
 @triton.jit(do_not_specialize=["num_rows", "n_0", "n_1", "n_2", "bias_n_0", "bias_n_1", "bias_n_2"])
 def linear_rows_kernel(
-    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, residual_ptr, out_ptr,
-    num_rows, n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2,
+    x_ptr, w_0, w_1, w_2, b_0, b_1, b_2, residual_ptr, out_ptr, norm_ptr,
+    num_rows, n_0, n_1, n_2, bias_n_0, bias_n_1, bias_n_2, eps,
     stride_x, stride_w, stride_res, stride_out,
     K: tl.constexpr, NUM_WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, LAST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_N output features (of gate and up when gated), ROWS rows of x, a share of the columns a warp.
 
-    Features come in sixteens and rows in eights with WEIGHTS_FIRST, the other way round without.
+    Features come in sixteens and rows in eights with WEIGHTS_FIRST, the other way round without. NORM: None, or the
+    weighting of an RMS norm before, which every program computes of its rows.
     """
     if PDL:
         gdc_launch_dependents()
@@ -154,6 +173,11 @@ def linear_rows_kernel(
     ups = weights
     if GATED:
         ups = _load_slices(up_rows, None, k, SHARES, K, "evict_first", LAST_FIRST)
+    factors = weights
+    if NORM is not None and NORM[0]:
+        # The same for all rows. Their dimension is there all the same, so that each thread loads what it multiplies.
+        factor_ptrs = norm_ptr + (thread_index(8, 1, LAST_FIRST) * 0)[:, :, :, :, None]
+        factors = _load_slices(factor_ptrs, None, k, SHARES, K, "evict_last", LAST_FIRST)
     # The outputs as `_add_shares` leaves them; without what it repeats.
     output = tl.arange(0, max(ROWS * BLOCK_N, SHARES * 32))
     m_out, n_out = first_m + output // BLOCK_N, first_row + output % BLOCK_N
@@ -176,6 +200,8 @@ def linear_rows_kernel(
         acc = tl.zeros([SHARES, ROWS, BLOCK_N], tl.float32)
     up_acc = acc
     if num_rows > 0:  # always
+        if NORM is not None:
+            xs = _normalize(xs, factors, eps, K, NORM)
         acc = _add_slices(acc, weights, xs, WEIGHTS_FIRST)
         if GATED:
             up_acc = _add_slices(up_acc, ups, xs, WEIGHTS_FIRST)

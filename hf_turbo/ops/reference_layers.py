@@ -20,7 +20,7 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `norm.rms_norm`."""
     total = x if residual is None else residual + x
-    result = _normalize(total, norm)
+    result = normalize(total, norm)
     if perm is not None:
         result = result.index_select(1, perm)
     if out is not None:
@@ -28,7 +28,7 @@ def rms_norm(
     return result if residual is None else (result, total)
 
 
-def _normalize(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+def normalize(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """The RMSNorm of the last dimension, in x's dtype."""
     wide = x.float()
     n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
@@ -59,8 +59,8 @@ def rotary_store_kv(
     q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `rotary.rotary_store_kv`; where tokens are stored is read from the host's side of the metadata."""
-    q = q if q_norm is None else _normalize(q, q_norm)
-    k = k if k_norm is None else _normalize(k, k_norm)
+    q = q if q_norm is None else normalize(q, q_norm)
+    k = k if k_norm is None else normalize(k, k_norm)
     if cos is not None and sin is not None:
         q = _rotate(q, cos[:, None], sin[:, None], rotary_dim, interleaved)
         k = _rotate(k, cos[:, None], sin[:, None], rotary_dim, interleaved)

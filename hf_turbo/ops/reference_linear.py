@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from . import reference_layers
+from .norm_spec import RMSNorm
+
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -26,11 +29,14 @@ def linear(
     *,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    norm: RMSNorm | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `linear.linear`; any number of rows and weights."""
     if biases is None:
         biases = [None] * len(weights)
+    if norm is not None:
+        x = reference_layers.normalize(x, norm)
     parts = []
     for weight, bias in zip(weights, biases, strict=True):
         product = x.float() @ weight.float().T

@@ -84,6 +84,8 @@ LINEAR_CASES = {
     "linear-down-16": {"rows": 16, "sizes": (4096,), "k": 14336, "residual": True},
     "linear-gate-up-64": {"rows": 64, "sizes": (14336, 14336), "activation": "gelu_tanh"},
     "linear-small": {"sizes": (576, 192, 192), "k": 576},
+    "linear-small-norm": {"sizes": (576, 192, 192), "k": 576, "norm": True},
+    "linear-small-gate-up-norm": {"sizes": (1536, 1536), "k": 576, "activation": "silu", "norm": True},
     "linear-small-gate-up-8": {"rows": 8, "sizes": (1536, 1536), "k": 576, "activation": "silu"},
     "linear-head-64": {"rows": 64, "sizes": (128256,)},
     "linear-fp32-32": {"rows": 32, "sizes": (4096,), "dtype": "float32", "residual": True},
@@ -216,11 +218,14 @@ def compile_layer_case(
     return [kernel_facts(kernel) for kernel in compiled]
 
 
-def compile_linear_case(capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", residual=False, activation=None):
+def compile_linear_case(
+    capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat16", residual=False, activation=None, norm=False
+):
     """Calls a linear, and with few rows one of experts, in the table's configurations."""
     import torch
 
     from hf_turbo.ops import linear
+    from hf_turbo.ops.norm_spec import RMSNorm
 
     dtype = getattr(torch, dtype)
     with recorded(capability, linear) as compiled, torch.device("meta"):
@@ -231,6 +236,7 @@ def compile_linear_case(capability, rows=1, sizes=(4096,), k=4096, dtype="bfloat
             [torch.empty(size, dtype=dtype) for size in sizes],
             residual=torch.empty(rows, sizes[0], dtype=dtype) if residual else None,
             activation=activation,
+            norm=RMSNorm(torch.empty(k, dtype=dtype), 1e-5) if norm else None,
         )
         if rows == 1:
             linear.expert_linear(x, torch.empty(8, *sizes[:1], k, dtype=dtype), torch.empty(1, dtype=torch.int64))

@@ -113,7 +113,11 @@ ATTENTION = {
     "attend-int4-fp16-block32": {"fmt": "int4", "block_size": 32, "dtype": "float16"},
     "attend-int8-fp32": {"dtype": "float32"},
 }
-QUICK_ATTENTION = {80: ["attend-fp8"], 86: ["attend-int8"], 90: ["attend-int8", "attend-int4", "attend-int4-few", "attend-fp8"]}
+QUICK_ATTENTION = {
+    80: ["attend-fp8"],
+    86: ["attend-int8"],
+    90: ["attend-int8", "attend-int4", "attend-int4-few", "attend-fp8"],
+}
 
 
 def compile_all(capability, cases):

@@ -249,7 +249,7 @@ def wide_block(layer, seed):
 # int4, whose keys have two groups of scales, in float32: both ways then, wherever this runs.
 @pytest.mark.parametrize("dtype, fmt", few([torch.float16, torch.bfloat16, torch.float32], FORMATS))
 def test_blocks_to_codes_and_back(fmt, dtype):
-    """In layers of two kinds; nothing but the targets is written."""
+    """In layers of two kinds; nothing but the targets is written, and nothing of pairs that are none."""
     layers = [make_layer(fmt, 3, dtype=dtype, dims=dims, block_size=64) for dims in ((64, 64), (80, 48), (64, 64))]
     later = 1 << SEGMENT_BITS
     pairs = torch.tensor([[1, later + 2], [later, 0]], dtype=torch.int32)
@@ -264,7 +264,7 @@ def test_blocks_to_codes_and_back(fmt, dtype):
             key_codes, value_codes = codes_of(keys, values, layer.format)
             at(wanted[4:6], code_id)[:], at(wanted[6:8], code_id)[:] = key_codes, value_codes
         expected.append(wanted)
-    quantize_blocks(layers, pairs.to(DEVICE))
+    quantize_blocks(layers, torch.nn.functional.pad(pairs, (0, 0, 1, 2), value=-1).to(DEVICE))
     check_layers(layers, expected)
     if not casts_are_right(dtype):
         return

@@ -1,0 +1,121 @@
+"""Norms that the linears after them compute: which are, and that nothing is left out or done twice."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from steps import decode_steps, own_logits, step
+from tiny_models import build
+
+import hf_turbo
+from hf_turbo.compat import CACHE_NAME
+from hf_turbo.modeling.fusion import STEP_RULES
+from hf_turbo.ops import dispatch, reference_layers, reference_linear
+from hf_turbo.ops.deferred import DeferredMode
+
+#: Of a step of a model of two layers: linears with a norm of their own, other linears, norms' kernels. Where a norm's
+#: kernel takes a residual's sum along, it stays.
+LAUNCHES = {
+    "llama": {"with norm": 5, "linears": 4},
+    "qwen2": {"with norm": 5, "linears": 4},
+    "phi3": {"with norm": 5, "linears": 4},
+    "gemma2": {"with norm": 3, "linears": 6, "norms": 6},
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The table answers as a GPU's for short rows, and what is launched is counted."""
+    counted = Counter()
+
+    def linear(*args, norm=None, **options):
+        counted["linears" if norm is None else "with norm"] += 1
+        return reference_linear.linear(*args, norm=norm, **options)
+
+    def rms_norm(*args, **options):
+        counted["norms"] += 1
+        return reference_layers.rms_norm(*args, **options)
+
+    monkeypatch.setattr(dispatch, "serves_linear", lambda rows, weights, dtype, device, *, activation: rows <= 64)
+    monkeypatch.setattr(dispatch, "serves_norm", lambda rows, weights, device, *, activation: rows <= 32)
+    monkeypatch.setattr(dispatch, "linear", linear)
+    monkeypatch.setattr(dispatch, "rms_norm", rms_norm)
+    return counted
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+@torch.no_grad()
+def test_launches_of_a_step(name, calls):
+    model = build(name)
+    prompt, steps = decode_steps(1)
+    expected = own_logits(model, model(**prompt, use_cache=True)[CACHE_NAME], steps)
+    hf_turbo.patch(model, block_size=4)
+    cache = hf_turbo.paged_cache(model)
+    model(**prompt, **{CACHE_NAME: cache})
+    calls.clear()
+    torch.testing.assert_close(step(model, cache, use_cache=True, **steps[0]), expected[0], rtol=1e-4, atol=1e-4)
+    assert calls == Counter(LAUNCHES[name])
+
+
+WEIGHTS = torch.randn(4, 6, 8)
+GAIN = torch.rand(8)
+
+
+def normed(x, columns=8):
+    groups = x.view(-1, columns)
+    return (GAIN[:columns] * (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-3))).view(x.shape)
+
+
+def together(num):
+    def read(x):
+        n = normed(x)
+        return torch.cat([F.linear(n, w) for w in WEIGHTS[:num]], 1)
+
+    return read
+
+
+def before_and_after(x):
+    """What a layer with attention and MLP side by side does: the norm is read again after numbers are asked for."""
+    n = normed(x)
+    first = F.linear(n, WEIGHTS[0])
+    return first.sort(dim=1).values + F.silu(F.linear(n, WEIGHTS[1])) * F.linear(n, WEIGHTS[2])
+
+
+#: What reads a norm of `x`, and the launches.
+READERS = {
+    "three products": (together(3), {"with norm": 1}),
+    "more products than one launch takes": (together(4), {"norms": 1, "linears": 2}),
+    "again, later": (before_and_after, {"with norm": 2}),
+    "a product and its residual": (lambda x: x[:, :6] + F.linear(normed(x), WEIGHTS[0]), {"with norm": 1}),
+    "a norm of a sum": (lambda x: F.linear(normed(x + x.flip(0)), WEIGHTS[0]), {"norms": 1, "linears": 1}),
+    "a norm of groups": (lambda x: F.linear(normed(x, 4), WEIGHTS[0]), {"norms": 1, "linears": 1}),
+    "no norm": (lambda x: F.linear(x * 2, WEIGHTS[0]), {"linears": 1}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@torch.no_grad()
+def test_readers_of_a_norm(name, calls):
+    read, launches = READERS[name]
+    x = torch.randn(5, 8)
+    expected = read(x)
+    mode = DeferredMode(STEP_RULES, x.device)
+    with mode:
+        result = read(x)
+    torch.testing.assert_close(mode.tensor(result), expected)
+    assert calls == Counter(launches)
+
+
+@torch.no_grad()
+def test_more_rows_than_the_table_says(calls):
+    x = torch.randn(33, 8)
+    mode = DeferredMode(STEP_RULES, x.device)
+    with mode:
+        result = together(2)(x)
+    torch.testing.assert_close(mode.tensor(result), together(2)(x))
+    assert calls == Counter({"norms": 1, "linears": 1})
+
+
+def test_no_norm_within_on_a_cpu():
+    assert not dispatch.serves_norm(1, [WEIGHTS[0]], torch.device("cpu"), activation=False)
