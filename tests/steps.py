@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
+from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.compat import CACHE_NAME
+from hf_turbo.modeling import graphs, prompt_steps, step_graph
 from hf_turbo.modeling.fusion import STEP_RULES
-from hf_turbo.modeling.step_graph import StepGraph, StepInputs
+from hf_turbo.modeling.step_graph import StepGraph, StepInputs, _base
+from hf_turbo.ops import dispatch
 from hf_turbo.patching import handle_of
 
 
 class Step(StepGraph):
     """The reference ops read a step's geometry on the host."""
 
-    def load(self, cache, inputs, tables=None, code_tables=None):
-        super().load(cache, inputs, tables, code_tables)
+    def load(self, cache, inputs, tables=None, code_tables=None, lengths=None):
+        super().load(cache, inputs, tables, code_tables, lengths)
         self.look(cache)
 
     def look(self, cache):
@@ -99,6 +104,77 @@ class CapturedSteps:
             cache.finish_step(start + 1)
         self.num_replayed += 1
         return output
+
+
+class PromptSteps(CapturedSteps):
+    """Captured steps that leave decode steps alone, and count prompts."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.num_rows = []
+
+    @property
+    def num_prompts(self):
+        return len(self.num_rows)
+
+    def run(self, model, forward, kwargs):
+        cache = kwargs.get(CACHE_NAME)
+        if not isinstance(cache, PagedCache) or cache.layout.packed is None:
+            return None
+        self.num_rows.append(len(kwargs["input_ids"]))
+        for layer in cache.layers:  # a graph serves those caches alone whose blocks it writes to
+            assert layer.store is layer.group.table.group.stores.get(layer.layer_idx)
+        return super().run(model, forward, kwargs)
+
+
+def capture_prompts(monkeypatch):
+    """A function that has a patched model's prompts go through captured steps."""
+    monkeypatch.setattr(prompt_steps, "uses_triton", lambda device: True)
+    # The kernels' table has no CPU in it: take what it says of a GPU.
+    monkeypatch.setattr(dispatch, "serves_linear", lambda rows, *args, **options: rows <= 64)
+
+    def make(model):
+        steps = PromptSteps(model)
+        monkeypatch.setattr(handle_of(model).steps, "run", steps.run)
+        return steps
+
+    return make
+
+
+class Played:
+    """What a CUDA graph is, of a function that is called again."""
+
+    def __init__(self, function):
+        self.replay = function
+
+
+def capture_without_gpu(monkeypatch):
+    """Has `StepGraphs` serve models on a CPU, where its `_run` is asked: a graph is computed anew at each replay."""
+
+    class Recorded(Step):
+        def capture(self, forward, pool, stream, watch=None):
+            self._versions = {window: group.blocks.version for window, group in self.groups.items()}
+            self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers)]
+            self.output = self.compute(forward, watch)
+            self._graph = Played(lambda: setattr(self, "output", self.compute(forward, watch)))
+
+    def record(function, *where):
+        result = function()
+        return Played(lambda: result.copy_(function())), result
+
+    monkeypatch.setattr(step_graph, "record", record)
+    monkeypatch.setattr(graphs, "StepGraph", Recorded)
+    monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(graphs.StepGraphs, "_order_streams", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+
+
+def serve_without_gpu(monkeypatch):
+    """The same for all of a patched model's steps."""
+    capture_without_gpu(monkeypatch)
+    monkeypatch.setattr(graphs, "uses_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
 def decode_steps(num_steps):

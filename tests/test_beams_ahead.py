@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import generate, ragged, twins
+from helpers import generate, new_text, prompt, ragged, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import serve_without_gpu
 from test_step_graph import Step
 from tiny_models import build
 
@@ -17,6 +18,7 @@ from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.generation import beam_loop
 from hf_turbo.generation.step import DecodeSteps
 from hf_turbo.modeling.fusion import STEP_RULES
+from hf_turbo.modeling.graphs import StepGraphs
 from hf_turbo.modeling.step_graph import StepInputs
 from hf_turbo.ops import dispatch
 from hf_turbo.ops.metadata import CodedRows
@@ -185,3 +187,28 @@ def test_no_block_is_lost_where_there_are_none_left(monkeypatch):
     ahead.release()
     for window, group in cache.groups.items():
         assert pool.group(window).manager.num_used == group.table.num_live_blocks
+
+
+def test_steps_that_are_watched(monkeypatch):
+    """Somebody who looks at every module's output sees those of all steps: none goes ahead by a graph."""
+    serve_without_gpu(monkeypatch)
+    monkeypatch.setattr(beam_loop, "runs_ahead", lambda device: True)
+    stock, model = twins("llama", block_size=4)
+    answers, run_ahead = [], StepGraphs.run_ahead
+
+    def noted(*args):
+        answers.append(run_ahead(*args) is not None)  # and as if there had been no graph
+
+    monkeypatch.setattr(StepGraphs, "run_ahead", noted)
+    new_text(model, prompt(2, 9), 4, num_beams=3)
+    answers.clear()
+    new_text(model, prompt(2, 9), 4, num_beams=3)
+    assert any(answers)
+    answers.clear()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        got = new_text(model, prompt(2, 9), 8, num_beams=3)
+    finally:
+        hook.remove()
+    assert torch.equal(got, new_text(stock, prompt(2, 9), 8, num_beams=3))
+    assert answers and not any(answers)

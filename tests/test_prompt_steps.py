@@ -5,55 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import assert_pool_accounts, fill_free_blocks, generate, new_text, prompt, ragged, twins, used_blocks
-from steps import CapturedSteps
+from steps import capture_prompts
 from tiny_models import build, in_this_transformers
 
 import hf_turbo
-from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import prompt_steps
 from hf_turbo.modeling.head_input import HeadInput, make_watchable
 from hf_turbo.modeling.prompt_forward import PromptFacts
-from hf_turbo.ops import dispatch
 from hf_turbo.patching import handle_of
 
 NAMES = ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "phi", "qwen3", "qwen3_moe", "cohere2"]
 
 
-class PromptSteps(CapturedSteps):
-    """Captured steps that leave decode steps alone, and count prompts."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.num_rows = []
-
-    @property
-    def num_prompts(self):
-        return len(self.num_rows)
-
-    def run(self, model, forward, kwargs):
-        cache = kwargs.get(CACHE_NAME)
-        if not isinstance(cache, PagedCache) or cache.layout.packed is None:
-            return None
-        self.num_rows.append(len(kwargs["input_ids"]))
-        for layer in cache.layers:  # a graph serves those caches alone whose blocks it writes to
-            assert layer.store is layer.group.table.group.stores.get(layer.layer_idx)
-        return super().run(model, forward, kwargs)
-
-
 @pytest.fixture
 def captured(monkeypatch):
-    """A function that has a patched model's prompts go through captured steps."""
-    monkeypatch.setattr(prompt_steps, "uses_triton", lambda device: True)
-    # The kernels' table has no CPU in it: take what it says of a GPU.
-    monkeypatch.setattr(dispatch, "serves_linear", lambda rows, *args, **options: rows <= 64)
-
-    def make(model):
-        steps = PromptSteps(model)
-        monkeypatch.setattr(handle_of(model).steps, "run", steps.run)
-        return steps
-
-    return make
+    return capture_prompts(monkeypatch)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if in_this_transformers(name)])
@@ -290,9 +257,10 @@ def test_what_an_ordinary_prompt_is():
     cache = hf_turbo.paged_cache(model)
     plain = {"input_ids": prompt(2, 9), "logits_to_keep": 1, "use_cache": True, CACHE_NAME: cache}
     assert prompt_steps._is_plain(cache, plain)
+    assert prompt_steps._is_plain(cache, plain | {"position_ids": torch.zeros(3, 2, 9)})
     for name, x in (
         ("logits_to_keep", True), ("logits_to_keep", torch.tensor(1)), ("logits_to_keep", 0), ("logits_to_keep", None),
-        ("position_ids", torch.zeros(3, 2, 9)), ("position_ids", [[0]]), ("attention_mask", torch.ones(2, 1, 9, 9)),
+        ("position_ids", torch.zeros(1, 3, 2, 9)), ("position_ids", [[0]]), ("attention_mask", torch.ones(2, 1, 9, 9)),
         ("attention_mask", {}), ("inputs_embeds", torch.zeros(2, 9, 32)), ("token_type_ids", torch.zeros(2, 9)),
     ):  # fmt: skip
         assert not prompt_steps._is_plain(cache, plain | {name: x}), name
@@ -301,10 +269,10 @@ def test_what_an_ordinary_prompt_is():
 
 
 def test_models_whose_prompts_are_not_captured(captured):
-    """Where that is not wanted, those of quantized caches, and those whose frequencies follow the longest text."""
+    """Where that is not wanted, and those whose frequencies follow the longest text."""
     stock, model = twins("llama", 16)
     counts = []
-    for options in ({}, {"cuda_graphs": False}, {"kv_cache_dtype": "int8"}):
+    for options in ({}, {"cuda_graphs": False}):
         hf_turbo.patch(model, block_size=32, **options)
         steps = captured(model)
         assert torch.equal(new_text(model, prompt(2, 9), 5), new_text(stock, prompt(2, 9), 5))
@@ -313,7 +281,7 @@ def test_models_whose_prompts_are_not_captured(captured):
     stock, model = twins("llama", 4, rope_parameters=rope)
     dynamic = captured(model)
     assert torch.equal(new_text(model, ragged(2, 9), 5), new_text(stock, ragged(2, 9), 5))
-    assert counts == [1, 0, 0] and dynamic.num_prompts == 0
+    assert counts == [1, 0] and dynamic.num_prompts == 0
 
 
 def test_what_a_models_prompts_cost():
@@ -349,6 +317,12 @@ def test_many_tokens_of_experts_are_not_captured(captured, monkeypatch):
         assert torch.equal(new_text(model, inputs, 5), new_text(stock, inputs, 5))
     assert steps.num_prompts == 1
     assert not hf_turbo.report(model).stepped_aside
+    model.bfloat16()
+    steps.graphs.clear()
+    for kind, num_prompts in (("grouped_mm", 2), ("batched_mm", 2)):  # they read weights once, and once a token
+        model.set_experts_implementation(kind)
+        new_text(model, prompt(2, 9), 5)
+        assert steps.num_prompts == num_prompts
 
 
 @torch.no_grad()
@@ -365,3 +339,19 @@ def test_a_past_that_is_recorded_stays(captured):
     cache.crop(-20)
     got = model(ids[:, 40:41], **{CACHE_NAME: cache}).logits
     torch.testing.assert_close(got, stock(ids[:, :41]).logits[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_prompt_after_one_that_was_stored_in_part(captured):
+    """All of it is stored: what is within the window of an earlier token can be had, however long the one before was.
+    """
+    stock, model = twins("mistral", 16)
+    steps, cache, ids = captured(model), hf_turbo.paged_cache(model), prompt(1, 12)
+    for length in (9, 15):  # by the first it is known that prompts are not read from blocks
+        model(prompt(1, length), **{CACHE_NAME: cache})
+        cache.crop(-length)
+    model(ids, logits_to_keep=1, **{CACHE_NAME: cache})
+    cache.crop(-1)
+    got = model(ids[:, 11:], **{CACHE_NAME: cache}).logits
+    torch.testing.assert_close(got, stock(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)
+    assert steps.num_prompts == 1

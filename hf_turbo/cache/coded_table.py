@@ -76,11 +76,42 @@ class CodedTable(BlockTable):
             reach: how many next tokens, no more than a block.
         """
         size = self.group.block_size
-        if all((length + reach - 1) % size >= reach for length in lengths):
-            return
-        places: dict[tuple[int, int], list[int]] = defaultdict(list)  # (column, wide block) -> the rows that hold it
+        if any((length + reach - 1) % size < reach for length in lengths):
+            self._make_codes([end_of_codes(length + reach, size) for length in lengths], keep_from, quantize)
+
+    def grow_wide(self, new_lens: Sequence[int]) -> Pairs:
+        """As `grow` for rows without tokens, which hold wide blocks only: until `code_prompts`."""
+        nothing = [0] * len(new_lens)
+        return super().grow(nothing, new_lens, nothing)
+
+    def code_prompts(self, lengths: Sequence[int], keep_from: Sequence[int], quantize: Recode) -> None:
+        """Leaves of rows after `grow_wide`, which have been stored since, what `grow` without `holds_new` gives them.
+
+        Args:
+            lengths: tokens of each row.
+            keep_from, quantize: as of `flush`.
+        """
+        size = self.group.block_size
+        self._make_codes([end_of_codes(length, size) for length in lengths], keep_from, quantize)
         for row, (length, keep) in enumerate(zip(lengths, keep_from, strict=True)):
-            first, end = max(keep // size, 1), end_of_codes(length + reach, size)
+            tail = max((length - 1) // size - WIDE_BEHIND, 0)
+            self._hold_from(row, tail, min(keep // size, tail))
+
+    def coded_by(self, old_lens: Sequence[int], new_lens: Sequence[int]) -> Pairs:
+        """After `flush` and `grow`: wide blocks that become codes by the new tokens, `(wide id, code id)`."""
+        size, pairs = self.group.block_size, []
+        for row, (old, new) in enumerate(zip(old_lens, new_lens, strict=True)):
+            for block in range(max(old // size - WIDE_BEHIND, 1), end_of_codes(new, size)):
+                places = block - self.first[row], block - self.codes.first[row]
+                pairs.append((self.rows[row][places[0]], self.codes.rows[row][places[1]]))
+        return pairs
+
+    def _make_codes(self, ends: Sequence[int], keep_from: Sequence[int], quantize: Recode) -> None:
+        """Makes codes of each row's blocks before these that are still read and that are none yet."""
+        size = self.group.block_size
+        places: dict[tuple[int, int], list[int]] = defaultdict(list)  # (column, wide block) -> the rows that hold it
+        for row, (end, keep) in enumerate(zip(ends, keep_from, strict=True)):
+            first = max(keep // size, 1)
             for block in range(max(first, self._end_of_codes(row)) if first < end else end, end):
                 places[block, self.rows[row][block - self.first[row]]].append(row)
         if not places:

@@ -44,6 +44,7 @@ class RowLayout:
         packed: how many tokens each row brings to the next forward, whose batch is either one row of all those tokens
             or a row for each; None: the rows of the batch are the cache's.
         wanted: of these, the tokens that logits are asked for of; a captured step gives no others.
+        sees_itself: the packed rows have no tokens yet and attend to themselves as they are, also of a quantized cache.
     """
 
     padding: list[int] = field(default_factory=list)
@@ -54,6 +55,7 @@ class RowLayout:
     tree: TokenTree | None = None
     packed: list[int] | None = None
     wanted: list[int] = field(default_factory=list)
+    sees_itself: bool = False
 
     def next_lengths(self, num_columns: int) -> list[int]:
         """Tokens of each row with those that the next forward brings to so many columns."""

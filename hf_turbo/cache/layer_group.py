@@ -119,13 +119,24 @@ class LayerGroup:
         self.table.group.stored_tokens += 0 if self.layout.tree else len(new_lens)
 
     def advance_packed(self, start: int) -> None:
-        """The same where the layout says what each row brings; of a quantized cache that is not captured."""
+        """The same where the layout says what each row brings. Prompts that see themselves as they are stay wide."""
         self.plan = None
         self.forget_failed(start)
         self.table.take_no_room()
+        self._flush(start)
         old_lens, new_lens = self.layout.lengths(start), self.layout.next_lengths(start)
         self.num_columns = start + max(new - old for old, new in zip(old_lens, new_lens, strict=True))
-        self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start)))
+        if start == 0:
+            self.first_column = 0
+        if isinstance(self.table, CodedTable) and self.layout.sees_itself:
+            self._copy_blocks(self.table.grow_wide(new_lens))
+        else:
+            self._copy_blocks(self.table.grow(old_lens, new_lens, self._kept_from(start)))
+
+    def code_prompts(self, lengths: Sequence[int]) -> None:
+        """Of a quantized cache: makes codes of prompts of these lengths that a captured step has stored wide."""
+        if isinstance(self.table, CodedTable):
+            self.table.code_prompts(lengths, _first_kept(lengths, self.window_kept), self._quantize)
 
     def keep(self, lengths: Sequence[int], num_columns: int, may_shrink: bool) -> None:
         """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already.
@@ -193,8 +204,7 @@ class LayerGroup:
 
     def _kept_from(self, num_columns: int) -> list[int]:
         """The first token of each row that the token after `num_columns` columns sees, or that is kept for a crop."""
-        window = self.window_kept
-        return [max(n - window + 1, 0) if window else 0 for n in self.layout.lengths(num_columns)]
+        return _first_kept(self.layout.lengths(num_columns), self.window_kept)
 
     def _flush(self, start: int, reach: int = 1) -> None:
         """Of a quantized cache: makes codes of what the `reach` tokens after `start` read as codes."""
@@ -202,9 +212,7 @@ class LayerGroup:
             self.table.flush(self.layout.lengths(start), self._kept_from(start), self._quantize, reach)
 
     def _crop_table(self, lengths: Sequence[int]) -> None:
-        window = self.sliding_window
-        kept = [max(n - window + 1, 0) if window else 0 for n in lengths]
-        self.table.crop(lengths, kept, self._dequantize)
+        self.table.crop(lengths, _first_kept(lengths, self.sliding_window), self._dequantize)
 
     def _quantize(self, pairs: Pairs) -> None:
         blocks = self.table.group
@@ -220,3 +228,8 @@ class LayerGroup:
         if copies:
             self.table.group.copy_blocks(self.stores, copies)
             self.table.group.release([source for source, _ in copies])
+
+
+def _first_kept(lengths: Sequence[int], window: int | None) -> list[int]:
+    """The first token of rows of these lengths that the next one sees."""
+    return [max(length - window + 1, 0) if window else 0 for length in lengths]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..ops import dispatch
 from ..ops.metadata import AttentionMetadata, LayerKV, QuantizedKV, TreeNodes
 from .block_group import BlockGroup, LayerStore
 from .forward_plan import ForwardPlan, tree_nodes
@@ -36,6 +37,8 @@ class StepGroup:
         tree: the shape of the drafts that the step verifies; another with as many nodes may be loaded later. None:
             each row has one token.
         arrivals: as of `AttentionMetadata`; a captured step's groups follow each other and share them.
+        reads_codes: of a quantized cache: older blocks are codes. Otherwise all that the step sees is wide.
+        num_coded: of such a cache, blocks at most that become codes by the step's tokens.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class StepGroup:
         max_seqlen_q: int,
         tree: TokenTree | None = None,
         arrivals: torch.Tensor | None = None,
+        reads_codes: bool = True,
+        num_coded: int = 0,
     ) -> None:
         num_seqs = len(seq_lens)
         self.blocks = blocks
@@ -58,7 +63,13 @@ class StepGroup:
         if tree is not None and not tree.is_chain:
             self._nodes = tree_nodes(tree, self.sliding_window, num_seqs, seq_lens.device)
         #: Of a quantized cache.
-        self.code_tables = None if blocks.codes is None else torch.zeros_like(self.block_tables)
+        self.code_tables: torch.Tensor | None = None
+        if blocks.codes is not None and reads_codes:
+            self.code_tables = torch.zeros_like(self.block_tables)
+        #: Wide blocks and what they become; -1 where there is none.
+        self.coded: torch.Tensor | None = None
+        if num_coded and self.code_tables is not None:
+            self.coded = torch.full((num_coded, 2), -1, dtype=torch.int32, device=seq_lens.device)
         metadata = AttentionMetadata(
             self.block_tables,
             seq_lens,
@@ -80,6 +91,12 @@ class StepGroup:
             self._nodes.depths.copy_(newest.depths)
             self._tree = tree
 
+    def load_coded(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies to where the step reads it which blocks become codes, `(wide id, code id)`."""
+        if self.coded is not None:
+            filled = [*pairs, *[(-1, -1)] * (len(self.coded) - len(pairs))]
+            self.coded.copy_(torch.tensor(filled, dtype=torch.int32), non_blocking=True)
+
     def load(self, block_tables: torch.Tensor, code_tables: torch.Tensor | None) -> None:
         """Copies a cache's tables, int32 `[rows, columns]`, to where the step reads them."""
         for target, newest in ((self.block_tables, block_tables), (self.code_tables, code_tables)):
@@ -97,6 +114,7 @@ class StepLayer(CacheLayerMixin):
         self.group = group
         self.layer_idx = layer_idx
         self.store: LayerStore | None = None
+        self._addresses: Any = None
         #: Steps that stored something here, and those that attended to it.
         self.num_updates = self.num_attended = 0
 
@@ -121,6 +139,18 @@ class StepLayer(CacheLayerMixin):
         """The layer's blocks, for keys and values like these; more may come, at other addresses."""
         self.store = self.group.blocks.store_for(self.layer_idx, key, value)
         return self.group.blocks.kv(self.store).that_grows()
+
+    def make_codes(self, kv: QuantizedKV) -> None:
+        """Makes codes of the blocks that become such by the step's tokens, which have been stored."""
+        coded = self.group.coded
+        if coded is None:
+            return
+        if not dispatch.uses_triton(coded.device):
+            dispatch.quantize_blocks([kv], [(wide, code) for wide, code in coded.tolist() if wide >= 0])
+            return
+        if self._addresses is None:  # when the step is computed, before it is captured
+            self._addresses = dispatch.code_addresses([kv])
+        self._addresses.quantize(coded)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length = MaskLength(query_length)

@@ -54,7 +54,7 @@ class TreeSteps:
         self._inputs["return_dict"] = True
         self.lengths = self.cache.layout.lengths(self.cache.get_seq_length())
         # Positions may not begin at 0 (right padding, images): they go on from the first step's.
-        lengths = torch.tensor(self.lengths, device=positions.device)
+        lengths = to_device(self.lengths, positions.device)
         self._offsets = positions.expand(*positions.shape[:-2], len(first), 1) - lengths.unsqueeze(1)
         self._last_position = None if max_new is None else positions.amax() + max(max_new - 1, 0)
         #: Tokens of each row, with what is drafted, up to which no position comes to the last one.
@@ -100,9 +100,11 @@ class TreeSteps:
             known = torch.tensor(self.lengths).to(self._offsets.device, non_blocking=True)
         with self._verifying(tree):
             arguments = self._arguments(tree, tokens, known, ahead) | {CACHE_NAME: self.cache}
-            return self._model._hf_turbo.steps.run_drafts(
+            result = self._model._hf_turbo.steps.run_drafts(
                 self.cache, arguments, lengths, self._last_position, ahead, key, follower
             )
+        self.cache.model_is_as_it_was |= result is not None and self._alone
+        return result
 
     def go_on(self, tree: TokenTree, last: Followed, ahead: int) -> Followed | None:
         """The same with what the follower has left as the next draft; None where that is there no more."""

@@ -23,11 +23,13 @@ from ..compat import CACHE_NAME
 from ..config import TurboConfig
 from ..ops.dispatch import uses_triton
 from .fusion import STEP_RULES
-from .model_state import ModelState, is_watched, shifts_positions, why_not_captured
+from .model_state import CapturedState, is_watched, shifts_positions, why_not_captured
 from .step_graph import Follower, Forward, StepGraph, StepInputs
 
-#: Graphs of one model at most; the one that was not used for longest goes. Requests that come and go need one for each
-#: of 25 numbers of rows, and one for each of 14 sizes of a step with prompts of up to 16 of them.
+#: Graphs of one model at most, of decode steps, and as many of steps with prompts: neither drives the others out. The
+#: one that was not used for longest goes. Requests that come and go need one for each of 25 numbers of rows; prompts of
+#: all lengths one for each of 14 sizes with room for 16, 64 or 256 of them: 42. (Of a quantized cache, what follows a
+#: text has others than what begins one: 14 each with room for 16.)
 MAX_GRAPHS = 48
 #: A model that changed so often, each time before so many replays, is not captured any more.
 _MAX_WASTED, _FEW_REPLAYS = 4, 8
@@ -66,9 +68,11 @@ class StepGraphs:
         self._owner = owner
         self._graphs: OrderedDict[Any, StepGraph] = OrderedDict()
         self._lock = threading.RLock()
-        self._state: ModelState | None = None
+        self._state: CapturedState | None = None
         #: Why steps can't be captured, and those with prompts, which have other tensors.
         self._refusals: dict[bool, str] = {}
+        #: Whether there was too little memory to record what follows a step.
+        self._refuses_followers = False
         self._pool: Any = None
         self._last_stream: torch.cuda.Stream | None = None
         self.num_captured = self.num_replayed = self.num_dropped = 0
@@ -102,21 +106,11 @@ class StepGraphs:
         Returns:
             What the forward would return, or None: this call goes the model's own way.
         """
-        cache = kwargs.get(CACHE_NAME)
-        if not isinstance(cache, PagedCache) or torch.is_grad_enabled() or not self._wants(cache):
-            return None
-        if kwargs.get("return_dict") is False:
-            return None
-        inputs = StepInputs.of(kwargs)
-        if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
-            return None
-        if inputs.num_seqs is None:
-            self._owner.step_aside("decode steps of more than 512 rows, drafts included, are not captured")
+        cache: Any = kwargs.get(CACHE_NAME)
+        inputs = self._inputs_of(cache, kwargs)
+        if inputs is None:
             return None
         device = inputs.tensors["input_ids"].device
-        if torch.is_autocast_enabled("cuda"):  # it keeps copies of weights, for longer than a forward
-            self._owner.step_aside("decode steps under autocast are not captured")
-            return None
         # What is made here outlives the call, and the next one may be outside of an inference mode.
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             if not self._is_allowed(inputs.packed is not None):
@@ -139,18 +133,18 @@ class StepGraphs:
         Returns:
             What the forward would return, or None: nothing has been done.
         """
-        inputs = StepInputs.of(kwargs)
+        inputs = self._inputs_of(cache, kwargs)
         if inputs is None or not cache.model_is_as_it_was or "position_ids" not in inputs.tensors:
             return None
         if not rows.can_advance:
             return None
         device = inputs.tensors["input_ids"].device
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            graph = self._graphs.get(inputs.key)
+            graph = self._graphs.get(self._key(inputs))
             if graph is None or self._state is None or not self._state.same_memory() or not graph.serves(cache):
                 return None
             tables = rows.advance(origins)
-            self._graphs.move_to_end(inputs.key)
+            self._graphs.move_to_end(self._key(inputs))
             self._order_streams()
             graph.load(cache, inputs, tables, rows.code_tables)
             self.num_replayed += 1
@@ -179,27 +173,33 @@ class StepGraphs:
         Returns:
             None: nothing has been done.
         """
-        inputs = StepInputs.of(kwargs)
-        if inputs is None or not cache.model_is_as_it_was:
+        is_first, inputs = not cache.model_is_as_it_was, self._inputs_of(cache, kwargs)
+        if inputs is None:
             return None
         device = inputs.tensors["input_ids"].device
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            graph = self._graphs.get(inputs.key)
+            graph = self._graphs.get(self._key(inputs))
             if graph is None or self._state is None or not self._state.same_memory():
+                return None
+            if self._refuses_followers and not graph.has_follower(key):
+                return None
+            if is_first and not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
                 return None
             cache.advance(ahead)
             if not graph.serves_ahead(cache, ahead):
                 return None
-            self._graphs.move_to_end(inputs.key)
+            self._graphs.move_to_end(self._key(inputs))
             self._order_streams()
             graph.load(cache, inputs, lengths=lengths)
             if last_position is None:
                 graph.last_position.fill_(torch.iinfo(torch.int64).max)  # another call's may be there
             else:
                 graph.last_position.copy_(last_position)
-            self.num_replayed += 1
-            result = graph.follow(key, follower, self._pool, _capture_stream(device))
-            return Followed(result, graph, key, follower, graph.turn)
+            result = self._follow(graph, key, follower)
+            if is_first and not self._state.unchanged():  # looked at while the GPU works
+                self._drop_changed()
+                return None
+            return result
 
     def run_drafts_again(self, cache: PagedCache, last: Followed, ahead: int) -> Followed | None:
         """The same for drafts that the follower of the last round has left in the graph's inputs.
@@ -216,17 +216,32 @@ class StepGraphs:
                 return None
             self._order_streams()
             graph.load_tables(cache)
-            self.num_replayed += 1
-            result = graph.follow(last.key, last.follower, self._pool, _capture_stream(graph.device))
-            return Followed(result, graph, last.key, last.follower, graph.turn)
+            return self._follow(graph, last.key, last.follower)
 
     def drop(self) -> None:
         """Forgets all graphs and gives their memory back."""
         with self._lock:
             self.num_dropped += len(self._graphs)
             self._graphs.clear()
-            self._refusals = {}
+            self._refusals, self._refuses_followers = {}, False
             self._state = self._pool = None
+
+    def _inputs_of(self, cache: Any, kwargs: dict[str, Any]) -> StepInputs | None:
+        """A step's inputs; None where no graph may serve it. Arguments as of `run`."""
+        if not isinstance(cache, PagedCache) or torch.is_grad_enabled() or not self._wants(cache):
+            return None
+        if kwargs.get("return_dict") is False:
+            return None
+        inputs = StepInputs.of(kwargs)
+        if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
+            return None
+        if inputs.num_seqs is None:
+            self._owner.step_aside("decode steps of more than 512 rows, drafts included, are not captured")
+            return None
+        if torch.is_autocast_enabled("cuda"):  # it keeps copies of weights, for longer than a forward
+            self._owner.step_aside("decode steps under autocast are not captured")
+            return None
+        return inputs
 
     def _wants(self, cache: PagedCache) -> bool:
         return (
@@ -234,7 +249,6 @@ class StepGraphs:
             and self._num_wasted < _MAX_WASTED
             and cache.pool is self._owner.pool
             and (cache.num_columns > 0 or cache.layout.packed is not None)
-            and (cache.layout.packed is None or self._owner.pool.kv_cache_dtype is None)
             and self._owner.attention_is_ours()
         )
 
@@ -266,9 +280,9 @@ class StepGraphs:
         if self._graphs and (self._state is None or not self._state.same_memory()):
             self._drop_changed()
         cache.advance()
-        graph = self._graphs.get(inputs.key)
+        graph = self._graphs.get(self._key(inputs))
         if graph is not None and not graph.serves(cache):
-            del self._graphs[inputs.key]
+            del self._graphs[self._key(inputs)]
             self.num_dropped += 1
             graph = None
         if graph is None:
@@ -276,7 +290,7 @@ class StepGraphs:
                 return None
             result = self._capture(model, forward, cache, inputs)
         else:
-            self._graphs.move_to_end(inputs.key)
+            self._graphs.move_to_end(self._key(inputs))
             self._order_streams()
             graph.load(cache, inputs)
             result = graph.replay(cache, inputs.num_rows)
@@ -290,12 +304,16 @@ class StepGraphs:
             cache.finish_step(start + 1)
         return result
 
+    def _key(self, inputs: StepInputs) -> tuple[Any, ...]:
+        """Under which a graph for these inputs is kept."""
+        return *inputs.key, () if self._state is None else self._state.experts
+
     def _capture(self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs) -> ModelOutput | None:
         """The first step with these inputs: computed, then captured for the next ones."""
         if self._state is not None and not self._state.unchanged():
             self._drop_changed()  # one state stands for all graphs
         if self._state is None:
-            self._state = ModelState(model)
+            self._state = CapturedState(model)
         is_packed = inputs.packed is not None
         reason = why_not_captured(model)
         if reason is not None:
@@ -305,7 +323,8 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved()
         rules = STEP_RULES if self._owner.config.fused_layers else ()
-        graph = StepGraph(self._owner.pool, self._owner.sliding_windows, rules, inputs, self._columns(model, cache))
+        columns = self._columns(model, cache)
+        graph = StepGraph(self._owner.pool, self._owner.sliding_windows, rules, inputs, columns, self._state)
         self._order_streams()
         try:
             graph.load(cache, inputs)
@@ -320,21 +339,33 @@ class StepGraphs:
             return None
         except torch.OutOfMemoryError:
             self.drop()
-            self._state = ModelState(model)
+            self._state = CapturedState(model)
             self._refuse("there is too little memory", is_packed)  # the model's own way may yet fit
             return None
         except Exception as error:  # whatever the model's code says to tensors without numbers
             reason = f"capturing the step failed: {error}".splitlines()[0]
             self._refuse(reason, is_packed)
             return None
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        self._graphs[inputs.key] = graph
+        alike = [key for key, one in self._graphs.items() if one.is_packed == is_packed]
+        for key in alike[: len(alike) + 1 - MAX_GRAPHS]:
+            del self._graphs[key]
+        self._graphs[self._key(inputs)] = graph
         self.num_captured += 1
         graph.num_bytes = max(torch.cuda.memory_reserved() - before, 0)
         if cache.num_columns and not graph.serves(cache):
             return None  # the model computes other keys now than the cache holds: its own way says so
         return result
+
+    def _follow(self, graph: StepGraph, key: Hashable, follower: Follower) -> Followed | None:
+        """Replays a step and what follows it; None: there is too little memory for that, the host must see to it."""
+        self.num_replayed += 1
+        try:
+            result = graph.follow(key, follower, self._pool, _capture_stream(graph.device))
+        except torch.OutOfMemoryError:
+            self._refuses_followers = True
+            self._owner.step_aside("drafts wait for the host: there is too little memory to record what follows them")
+            return None
+        return Followed(result, graph, key, follower, graph.turn)
 
     def _drop_changed(self) -> None:
         """Drops the graphs of a model that has changed. One that keeps changing is cheaper without any."""

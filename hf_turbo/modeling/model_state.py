@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,10 @@ from ..quantization.int4_experts import Int4Experts
 #: Hooks of Transformers itself that do nothing unless hidden states or attentions are asked for.
 _SILENT_HOOKS = ("transformers.utils.output_capturing",)
 _READS_POSITIONS = "its rotary embedding chooses frequencies by the positions, on the host"
+#: The attribute in which models keep by how much pictures move the positions of what follows them.
+_SHIFTS = "rope_deltas"
+#: That of a config by which its model's experts are computed.
+_EXPERTS = "_experts_implementation_internal"
 _CONTAINERS = (dict, list, set)
 #: What `nn.Module` keeps that a forward without gradients does not look at.
 _NOT_IN_FORWARD = frozenset({
@@ -71,6 +76,54 @@ class ModelState:
         return list(map(torch.Tensor.data_ptr, self.tensors))
 
 
+class CapturedState(ModelState):
+    """The same for captured forwards, which go by which experts' code they were captured with, and don't read all.
+
+    `generate()` has prompts and steps computed by different code, where a model has experts: one state serves both.
+    Models that take pictures keep by how much these move a text's positions, in a new tensor at each `generate()`. A
+    forward that is given its positions only hands it on. So another such tensor is no change, unless some operation of
+    a captured forward has read the one before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        attributes = list(_dicts(model))
+        self._names = [name for held in attributes for name in held]  # of the first of what is visible
+        self._choosers = [held for held in attributes if _EXPERTS in held]
+        self._shifted = [held for held in attributes if isinstance(held.get(_SHIFTS), torch.Tensor)]
+        #: Ids of the tensors in `set_anew` that captured operations have read.
+        self.read: set[int] = set()
+
+    @property
+    def experts(self) -> tuple[Any, ...]:
+        """Which code computes experts now, by its name in Transformers."""
+        return tuple([held.get(_EXPERTS) for held in self._choosers])
+
+    @property
+    def set_anew(self) -> dict[int, Callable[[], torch.Tensor]]:
+        """By the id of each tensor that is set anew, what gives the one that the model has now."""
+        return {id(held[_SHIFTS]): partial(held.__getitem__, _SHIFTS) for held in self._shifted}
+
+    def unchanged(self) -> bool:
+        if super().unchanged():
+            return True
+        now = list(self._visible())
+        if len(now) != len(self._seen):
+            return False
+        pairs = enumerate(zip(now, self._seen, strict=True))
+        if not all(x is before or self._may_differ(i, x, before) for i, (x, before) in pairs):
+            return False
+        self._seen = now
+        return True
+
+    def _may_differ(self, place: int, now: Any, before: Any) -> bool:
+        name = self._names[place] if place < len(self._names) else None
+        if name != _SHIFTS or not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
+            return name == _EXPERTS
+        is_alike = (now.dtype, now.device, now.dim()) == (before.dtype, before.device, before.dim())
+        return is_alike and id(before) not in self.read
+
+
 def why_not_captured(model: nn.Module) -> str | None:
     """Why a forward of this model has effects that a captured one would leave out; None if it has none."""
     devices = {p.device for p in model.parameters()}
@@ -105,7 +158,7 @@ def why_not_together(model: nn.Module) -> str | None:
 
 def shifts_positions(model: nn.Module) -> bool:
     """Whether a model that is given no positions counts them on from what it has kept of pictures in the text."""
-    return any(vars(module).get("rope_deltas") is not None for module in model.modules())
+    return any(vars(module).get(_SHIFTS) is not None for module in model.modules())
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from ..cache.paged_cache import PagedCache
 from ..compat import CACHE_NAME
 from ..ops.dispatch import uses_triton
 from ..ops.transfer import ints_to_device
+from .key_check import MIN_TOKENS
 from .prompt_forward import PromptFacts
 from .step_graph import MAX_PACKED_EXPERTS, MAX_PACKED_ROWS, MAX_PACKED_SEQS, Forward
 
@@ -48,14 +49,19 @@ def run_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOut
         ids = kwargs["input_ids"]
     if not _fits(model, cache, ids.numel(), len(ids)):
         return None
-    before, output = cache.layout.padding, None
+    before, size, output, is_short = cache.layout.padding, cache.pool.size, None, False
     try:
         output = _run(model, forward, kwargs, cache, ids)
+    except torch.OutOfMemoryError:
+        is_short = True
     finally:
         if output is None:
             for group in cache.groups.values():
                 group.forget_failed(cache.num_columns)
             cache.layout.padding = before  # of all rows
+    if is_short:  # the model's own way may take less: of a quantized cache it makes codes at once
+        cache.pool.shrink(size)
+        model._hf_turbo.step_aside("there was too little memory for a captured prompt")
     if output is not None and copies > 1:
         for group in cache.groups.values():
             group.table.group.shared_tokens += sum(cache.lengths) * (copies - 1)
@@ -73,9 +79,10 @@ def _run(
     layout, start, q_len = cache.layout, cache.num_columns, ids.shape[1]
     if not layout.read_padding(kwargs.get("attention_mask"), len(ids), start, q_len):
         return None
-    lengths = layout.lengths(start + q_len)
-    q_lens = [new - old for new, old in zip(lengths, layout.lengths(start), strict=True)]
-    if min(q_lens) == 0:
+    lengths, before = layout.lengths(start + q_len), layout.lengths(start)
+    q_lens = [new - old for new, old in zip(lengths, before, strict=True)]
+    is_fresh = not any(before)
+    if min(q_lens) == 0 or (is_fresh and not _knows_formats(cache, max(q_lens))):
         return None
     real = real_tokens(q_lens, q_len, ids.device)
     if kwargs.get("position_ids") is None and (start or real is not None):
@@ -83,14 +90,17 @@ def _run(
     wanted = [end - 1 for end in itertools.accumulate(q_lens)]
     step = _packed_arguments(kwargs, ids, real)
     cache.adopt_stores()
-    layout.packed, layout.wanted = q_lens, wanted
+    layout.packed, layout.wanted, layout.sees_itself = q_lens, wanted, is_fresh
     try:
         output = model._hf_turbo.steps.run(model, forward, step)
     finally:
-        layout.packed, layout.wanted = None, []
+        layout.packed, layout.wanted, layout.sees_itself = None, [], False
     if output is None:
         return None
     cache.adopt_stores()  # the first prompt has made them
+    if is_fresh:
+        for group in cache.groups.values():
+            group.code_prompts(lengths)
     cache.keep(lengths, may_shrink=True)  # a past that is recorded stays
     watch = cache.head_input
     if watch is not None and watch.value is not None:
@@ -99,8 +109,8 @@ def _run(
 
 
 def _each_once(x: torch.Tensor | None, num_rows: int, copies: int) -> torch.Tensor | None:
-    """Of each row the first of its copies."""
-    return x[::copies] if isinstance(x, torch.Tensor) and len(x) == num_rows else x
+    """Of each row the first of its copies; rows are the last dimension but one."""
+    return x[..., ::copies, :] if isinstance(x, torch.Tensor) and x.shape[-2] == num_rows else x
 
 
 def _is_plain(cache: PagedCache, kwargs: dict[str, Any]) -> bool:
@@ -108,27 +118,40 @@ def _is_plain(cache: PagedCache, kwargs: dict[str, Any]) -> bool:
     layout, keep = cache.layout, kwargs.get("logits_to_keep")
     if layout.unsuited is not None or layout.only_ones_follow:
         return False
-    both = [kwargs.get(name) for name in ("position_ids", "attention_mask")]
-    if any(x is not None and (not isinstance(x, torch.Tensor) or x.dim() != 2) for x in both):
-        return False
+    # Positions may be several numbers, such as time, height and width, each `[rows, columns]`.
+    for name, dims in (("position_ids", (2, 3)), ("attention_mask", (2,))):
+        x = kwargs.get(name)
+        if x is not None and not (isinstance(x, torch.Tensor) and x.dim() in dims):
+            return False
     others = [x for name, x in kwargs.items() if name not in _OWN]
     return type(keep) is int and keep == 1 and not any(isinstance(x, torch.Tensor) for x in others)
 
 
+def _knows_formats(cache: PagedCache, length: int) -> bool:
+    """Whether a prompt of so many tokens has nothing to say of what its layers' codes are to be."""
+    return length < MIN_TOKENS or all(cache.pool.is_settled(layer.layer_idx) for layer in cache.layers)
+
+
 def _fits(model: Any, cache: PagedCache, num_tokens: int, num_rows: int) -> bool:
     """Whether captured steps take so many tokens of so many rows, and the host is what they would wait for."""
-    if num_tokens > MAX_PACKED_ROWS or num_rows > MAX_PACKED_SEQS or cache.pool.kv_cache_dtype is not None:
+    if num_tokens > MAX_PACKED_ROWS or num_rows > MAX_PACKED_SEQS:
         return False
     if not uses_triton(model.device):
         return False
     facts = PromptFacts.of(model)
     if not facts.together or num_tokens * facts.work > SHORT_WORK:
         return False
-    return num_tokens <= MAX_PACKED_EXPERTS or not facts.has_experts
+    return num_tokens <= MAX_PACKED_EXPERTS or not facts.has_experts or _sorts_by_expert(model)
+
+
+def _sorts_by_expert(model: Any) -> bool:
+    """Whether experts read their weights once for all of their tokens, in products that ask nothing of the host."""
+    kind = getattr(model._hf_turbo.decoder_config, "_experts_implementation", None)
+    return kind == "grouped_mm" and model.dtype == torch.bfloat16
 
 
 def _packed_arguments(kwargs: dict[str, Any], ids: torch.Tensor, real: torch.Tensor | None) -> dict[str, Any]:
-    """The step's arguments: ids and positions `[tokens, 1]`, padding left out.
+    """The step's arguments: ids and positions `[..., tokens, 1]`, padding left out.
 
     Args:
         real: as of `real_tokens`.
@@ -136,7 +159,8 @@ def _packed_arguments(kwargs: dict[str, Any], ids: torch.Tensor, real: torch.Ten
     positions = kwargs.get("position_ids")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-    both = [ids, positions.expand(ids.shape)]
-    packed = [x.reshape(-1, 1) if real is None else x.reshape(-1).index_select(0, real).unsqueeze(1) for x in both]
-    others = {name: x for name, x in kwargs.items() if name not in _OWN}
+    both = [x.flatten(-2) for x in (ids, positions.expand(*positions.shape[:-2], *ids.shape))]
+    packed = [(x if real is None else x.index_select(-1, real)).unsqueeze(-1) for x in both]
+    # Newer releases of Transformers hand on what encoders have made of a prompt: of a text, an empty dict.
+    others = {name: x for name, x in kwargs.items() if name not in _OWN and not (isinstance(x, dict) and not x)}
     return {**others, "input_ids": packed[0], "position_ids": packed[1], CACHE_NAME: kwargs[CACHE_NAME]}

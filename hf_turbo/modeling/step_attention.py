@@ -9,7 +9,7 @@ import torch
 from ..cache.step_cache import StepLayer, StepUnsuited
 from ..ops import dispatch
 from ..ops.deferred import DeferredMode, identity
-from ..ops.metadata import QuantizedKV
+from ..ops.metadata import LayerKV, QuantizedKV
 from .patterns import Rotary, match_rms_norm, match_rotary
 
 _NOTHING_FUSED: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "rotary_dim": 0}
@@ -38,9 +38,13 @@ def attend_step(
         in_float32 = options.pop("in_float32", False)
         cos, sin = (_angles(mode, options.pop(name), in_float32) for name in ("cos", "sin"))
         kv = layer.kv(key, value)
-        wide = kv.wide if isinstance(kv, QuantizedKV) else kv  # a new token's block is never in codes
+        wide = kv.wide if isinstance(kv, QuantizedKV) else kv  # new tokens come to wide blocks
         q = dispatch.rotary_store_kv(q, k, v, cos, sin, wide, metadata, **options)
-        out = dispatch.paged_attention(q, kv, metadata, scale, softcap, sinks)
+        seen: LayerKV | QuantizedKV = wide
+        if isinstance(kv, QuantizedKV) and metadata.code_tables is not None:
+            layer.make_codes(kv)
+            seen = kv
+        out = dispatch.paged_attention(q, seen, metadata, scale, softcap, sinks)
         layer.num_attended += 1
         return out[:, None]
 

@@ -7,11 +7,12 @@ cache of the model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from ..cache.block_group import LayerStore
@@ -26,7 +27,7 @@ from ..ops.deferred import DeferredMode, Rule
 from ..ops.metadata import new_arrivals
 from .fusion import pick_rows
 from .head_input import HeadInput
-from .model_state import settings
+from .model_state import CapturedState, settings
 from .recording import record
 
 Forward = Callable[..., Any]
@@ -72,6 +73,7 @@ class StepInputs:
         watched: what the model's head is given is asked for, too.
         packed: how many tokens each row of the cache brings, a row of the batch for each; None: one a row of the cache.
         wanted: of these the rows of the batch that logits are asked for of, at most one for each of the cache's.
+        reads_codes: older blocks of the cache are codes, and seen as such.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -81,6 +83,7 @@ class StepInputs:
     watched: bool = False
     packed: tuple[int, ...] | None = None
     wanted: tuple[int, ...] = ()
+    reads_codes: bool = False
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> StepInputs | None:
@@ -104,8 +107,9 @@ class StepInputs:
             return cls(tensors, by_name, len(ids))
         layout = cache.layout
         packed = None if layout.packed is None else tuple(layout.packed)
-        wanted = tuple(layout.wanted)
-        return cls(tensors, by_name, len(ids), layout.tree, cache.head_input is not None, packed, wanted)
+        reads_codes = cache.pool.kv_cache_dtype is not None and not layout.sees_itself
+        watched, wanted = cache.head_input is not None, tuple(layout.wanted)
+        return cls(tensors, by_name, len(ids), layout.tree, watched, packed, wanted, reads_codes)
 
     @property
     def num_nodes(self) -> int:
@@ -136,8 +140,9 @@ class StepInputs:
     def key(self) -> tuple[Any, ...]:
         """What a graph must have been captured with."""
         shapes = tuple((name, self.padded_shape(name), x.dtype) for name, x in self.tensors.items())
-        nodes = self.num_nodes, self.tree is None or self.tree.is_chain, self.watched, self.packed is not None
-        return self.num_seqs, nodes, shapes, self.options, settings()
+        is_chain, is_packed = self.tree is None or self.tree.is_chain, self.packed is not None
+        kind = self.num_nodes, is_chain, self.watched, self.reads_codes, is_packed
+        return self.num_seqs, kind, shapes, self.options, settings()
 
     def padded_shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape with the graph's rows for the batch's."""
@@ -164,6 +169,7 @@ class StepGraph:
         rules: how its operations are fused.
         inputs: the first step's.
         num_columns: blocks that a row can have, by sliding window.
+        state: of the model; it is told what the step reads of tensors that are set anew.
     """
 
     def __init__(
@@ -173,6 +179,7 @@ class StepGraph:
         rules: Sequence[Rule],
         inputs: StepInputs,
         num_columns: dict[int | None, int],
+        state: CapturedState | None = None,
     ) -> None:
         self.device = inputs.tensors["input_ids"].device
         self.num_rows = inputs.padded_rows
@@ -192,7 +199,12 @@ class StepGraph:
         max_seqlen_q = self.num_nodes if inputs.packed is None else self.num_rows
         is_uneven = inputs.packed is not None or (inputs.tree is None and num_seqs >= _UNEVEN_ROWS)
         arrivals = new_arrivals(self.device) if is_uneven else None
-        shared = self.seq_lens, self.cu_seqlens_q, self.num_rows, max_seqlen_q, inputs.tree, arrivals
+        # Of what a sequence brings, each block but the last two may become codes.
+        num_coded = 0 if inputs.packed is None else self.num_rows // pool.block_size + num_seqs
+        shared = (
+            self.seq_lens, self.cu_seqlens_q, self.num_rows, max_seqlen_q, inputs.tree, arrivals, inputs.reads_codes,
+            num_coded,
+        )  # fmt: skip
         self.groups = {
             window: StepGroup(pool.group(window), columns, *shared) for window, columns in num_columns.items()
         }
@@ -202,6 +214,9 @@ class StepGraph:
             self.wanted = torch.zeros(num_seqs - 1, dtype=torch.int64, device=self.device)
         self.cache = StepCache(self.groups, sliding_windows)
         self.rules = rules
+        self._state = state
+        #: Outputs that the model hands on as it has them when it is asked.
+        self._handed_on: dict[str, Callable[[], torch.Tensor]] = {}
         self.output: ModelOutput | None = None
         self.head_input: torch.Tensor | None = None
         self.num_bytes = 0
@@ -250,6 +265,11 @@ class StepGraph:
             if inputs.tree is not None:
                 group.load_tree(inputs.tree)
         self.load_tables(cache, tables, code_tables)
+        if inputs.packed is not None and inputs.reads_codes:
+            old_lens, new_lens = cache.layout.lengths(cache.num_columns), cache.layout.next_lengths(cache.num_columns)
+            for window, group in self.groups.items():
+                table = cache.groups[window].table
+                group.load_coded(table.coded_by(old_lens, new_lens))  # type: ignore[attr-defined]  # a `CodedTable`
 
     def load_tables(
         self, cache: PagedCache, tables: Tables | None = None, code_tables: Tables | None = None
@@ -260,7 +280,8 @@ class StepGraph:
             state = table.state if tables is None else None
             if state is None or self._tables_of.get(window) != state:
                 if tables is None:
-                    group.load(table.tensor(self.device), table.codes.tensor(self.device) if table.codes else None)
+                    codes = table.codes if group.code_tables is not None else None
+                    group.load(table.tensor(self.device), codes.tensor(self.device) if codes else None)
                 else:
                     group.load(tables[window], (code_tables or {}).get(window))
                 self._tables_of[window] = state
@@ -271,14 +292,19 @@ class StepGraph:
         Args:
             watch: where the forward leaves what the model's head is given, if that is asked for.
         """
-        mode = DeferredMode(self.rules, self.device)
+        state, mode = self._state, DeferredMode(self.rules, self.device)
+        set_anew = state.set_anew if state else {}
+        if state and set_anew:
+            mode = _ReadingMode(self.rules, self.device, set_anew.keys(), state.read)
         with mode:
             output = forward(**self.tensors, **self.options, **{CACHE_NAME: self.cache})
         self.cache.check_attended()
         if not isinstance(output, ModelOutput):
             raise StepUnsuited(f"the forward returns a {type(output).__name__}")
         for name, x in output.items():
-            if isinstance(x, torch.Tensor):
+            if id(x) in set_anew:
+                self._handed_on[name] = set_anew[id(x)]
+            elif isinstance(x, torch.Tensor):
                 picks = name == "logits" and self.wanted is not None
                 if picks and len(x) != self.num_rows:
                     raise StepUnsuited("the logits are not a row for each token")
@@ -320,6 +346,15 @@ class StepGraph:
         longest = max(cache.layout.lengths(cache.get_seq_length()), default=0) + self.num_nodes + ahead
         return self.serves(cache) and longest <= min(rooms)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows of the cache bring different numbers of tokens."""
+        return self.wanted is not None
+
+    def has_follower(self, key: Hashable) -> bool:
+        """Whether `follow` need not record what it is asked for."""
+        return key in self._followers
+
     def follow(
         self,
         key: Hashable,
@@ -360,7 +395,9 @@ class StepGraph:
         """A copy of an output for the caller, with its own cache in it."""
         values: dict[str, Any] = {}
         for name, x in output.items():
-            if name == "logits" and self.wanted is not None:
+            if name in self._handed_on:
+                values[name] = self._handed_on[name]()
+            elif name == "logits" and self.wanted is not None:
                 values[name] = x[: len(cache.layout.wanted)].clone()
             elif isinstance(x, torch.Tensor):
                 values[name] = (x[:num_rows] if x.dim() and len(x) == self.num_rows else x).clone()
@@ -369,6 +406,24 @@ class StepGraph:
         if cache.head_input is not None and self.head_input is not None:
             cache.head_input.value = self.head_input[:num_rows].clone()
         return type(output)(**values)
+
+
+class _ReadingMode(DeferredMode):
+    """Notes which of some tensors operations read.
+
+    Args:
+        rules, device: as of `DeferredMode`.
+        tensors: ids of those tensors.
+        read: where the ids of those that are read are put.
+    """
+
+    def __init__(self, rules: Sequence[Rule], device: torch.device, tensors: Set[int], read: set[int]) -> None:
+        super().__init__(rules, device)
+        self._tensors, self._read = tensors, read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._read.update(self._tensors & {id(x) for x in tree_leaves((args, kwargs))})
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _base(store: LayerStore) -> tuple[int, ...]:

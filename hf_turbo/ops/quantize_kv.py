@@ -156,6 +156,8 @@ def _recode_kernel(
     """One program: the keys or the values of one head of one block in one layer, to codes or back."""
     pair_ptr = pairs_ptr + 2 * tl.program_id(0)
     source_id, target_id = tl.load(pair_ptr), tl.load(pair_ptr + 1)
+    if source_id < 0:
+        return
     wide_id = source_id if TO_CODES else target_id
     code_id = target_id if TO_CODES else source_id
     head = (tl.program_id(1) % HEADS).to(tl.int64)
@@ -239,7 +241,7 @@ class CodeAddresses:
         self._alike = [_AlikeLayers(group) for group in groups.values()]
 
     def quantize(self, pairs: torch.Tensor) -> None:
-        """Writes wide blocks as codes: int32 `[pairs, 2]`, wide id and code id, on the layers' device."""
+        """Writes wide blocks as codes: int32 `[pairs, 2]`, wide id and code id, on the layers' device; -1: no block."""
         for layers in self._alike:
             layers.recode(pairs, to_codes=True)
 

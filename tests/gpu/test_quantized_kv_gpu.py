@@ -92,7 +92,7 @@ def test_steps_replay_at_every_length():
     generate(model, on_gpu(prompt(1, 40)), 4)
     captured = steps(model).num_captured
     with replays(model):
-        generate(model, on_gpu(prompt(1, 90)), 120)
+        generate(model, on_gpu(prompt(1, 60)), 120)
     assert steps(model).num_captured == captured
 
 

@@ -55,8 +55,6 @@ def ahead(monkeypatch):
 
     def run_drafts(steps, cache, kwargs, lengths, last_position, ahead, key, follower):
         inputs = StepInputs.of(kwargs)
-        if not cache.model_is_as_it_was:
-            return None
         cache.advance(ahead)
         known = graphs.setdefault(id(steps), {})
         if (inputs.key, key) not in known:

@@ -9,6 +9,7 @@ import hf_turbo
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.generation import speculation
 from hf_turbo.generation.medusa_heads import MedusaHeads
+from hf_turbo.modeling.graphs import StepGraphs
 
 NEW = 24
 
@@ -51,6 +52,31 @@ def test_same_text(ahead, tmp_path, name, kind):
             assert used_blocks(model) == 0
     assert counts["loaded"]
     assert counts["gone on"] or kind == "draft model"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "lookup", "adaptive lookup"])
+def test_rounds_that_can_not_be_recorded(ahead, tmp_path, monkeypatch, kind):
+    """They have been computed, and tokens moved, when memory runs out: the host takes them up where it was."""
+    _, register = ahead
+    stock, model = twins("llama", block_size=4)
+    speculation = drafters(stock, tmp_path)[kind]
+    run, counts = StepGraphs.run_drafts, {"asked": 0, "failed": 0}
+
+    def fails_often(*args):
+        counts["asked"] += 1
+        result = run(*args)
+        if counts["asked"] % 3 == 1:
+            return result
+        counts["failed"] += result is not None
+        return None
+
+    monkeypatch.setattr(StepGraphs, "run_drafts", fails_often)
+    for batch in (prompt(1, 9), ragged(3, 9, 6, 12)):
+        hf_turbo.patch(model, block_size=4, speculation=speculation)
+        register(model)
+        assert torch.equal(new_text(model, batch, NEW), new_text(stock, batch, NEW))
+        assert used_blocks(model) == 0
+    assert counts["failed"] > 1
 
 
 def test_cache_afterwards(ahead, tmp_path):

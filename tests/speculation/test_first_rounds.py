@@ -1,0 +1,138 @@
+"""The first round of a call goes ahead like those after it, and the model is looked at meanwhile.
+
+On a CPU: real graphs of steps, computed through the deferred mode, but not recorded.
+"""
+
+import pytest
+import torch
+from conftest import Moves
+from helpers import new_text, prompt, ragged, twins, used_blocks
+from steps import serve_without_gpu
+from test_ahead_rounds import drafters
+
+import hf_turbo
+from hf_turbo.generation import ahead_rounds, speculation
+from hf_turbo.generation.tree_steps import TreeSteps
+from hf_turbo.modeling.model_state import CapturedState
+from hf_turbo.modeling.step_graph import StepGraph
+from hf_turbo.patching import handle_of
+
+NEW = 24
+
+
+load_tables = StepGraph.load_tables
+
+
+def load_tables_and_look(graph, cache, *tables):
+    load_tables(graph, cache, *tables)
+    graph.look(cache)
+
+
+def follow(graph, key, function, *where):
+    """What `StepGraph.follow` does, without a record: to compute a follower is to write to its inputs."""
+    graph.turn += 1
+    graph._graph.replay()
+    return function(graph).clone()
+
+
+@pytest.fixture(autouse=True)
+def goes_ahead(monkeypatch):
+    serve_without_gpu(monkeypatch)
+    monkeypatch.setattr(StepGraph, "follow", follow)
+    monkeypatch.setattr(StepGraph, "load_tables", load_tables_and_look)
+    monkeypatch.setattr(ahead_rounds, "token_addresses", Moves)
+    monkeypatch.setattr(speculation, "runs_ahead", lambda device: True)
+
+
+@pytest.fixture
+def by_host(monkeypatch):
+    """Forwards of drafted text of which the host sees all, one entry each."""
+    seen, forward = [], TreeSteps.forward
+
+    def noted(steps, tree, tokens):
+        seen.append(tree)
+        return forward(steps, tree, tokens)
+
+    monkeypatch.setattr(TreeSteps, "forward", noted)
+    return seen
+
+
+def drafting(tmp_path, kind):
+    stock, model = twins("llama", block_size=8)
+    hf_turbo.patch(model, block_size=8, speculation=drafters(stock, tmp_path)[kind])
+    return stock, model
+
+
+def texts(model, batch):
+    inputs = batch if isinstance(batch, dict) else dict(input_ids=batch, attention_mask=torch.ones_like(batch))
+    got = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert used_blocks(model) == 0
+    return got[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "chain", "lookup", "adaptive lookup"])
+def test_only_a_first_call_waits(by_host, tmp_path, monkeypatch, kind):
+    stock, model = drafting(tmp_path, kind)
+    for seed, batch in enumerate((prompt(1, 9), prompt(1, 20, seed=1), ragged(3, 9, 6), ragged(12, 5, 7, seed=2))):
+        if seed == 2 or (seed == 3 and kind == "adaptive lookup"):
+            by_host.clear()  # another number of rows has graphs of its own
+        new = seed % 2 == 0
+        before = len(by_host)
+        assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
+        if kind != "adaptive lookup":  # which comes to sizes that had no round yet
+            assert (len(by_host) > before) == new
+    replayed = handle_of(model).steps.num_replayed
+    by_host.clear()
+    looks, unchanged = [], CapturedState.unchanged
+    monkeypatch.setattr(CapturedState, "unchanged", lambda state: looks.append(state) or unchanged(state))
+    assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
+    assert handle_of(model).steps.num_replayed > replayed and not by_host and len(looks) == 1
+
+
+def weaker(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.5
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+
+def other_weight(model):
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach() * torch.linspace(-1, 1, len(norm.weight)))
+
+
+@pytest.mark.parametrize("change", [weaker, hooked, other_weight])
+@pytest.mark.parametrize("kind", ["medusa", "lookup"])
+def test_a_model_that_has_changed(by_host, tmp_path, kind, change):
+    """What the first round computed of the model as it was does not count."""
+    stock, model = drafting(tmp_path, kind)
+    batch = ragged(3, 9, 6)
+    for _ in range(2):
+        before = texts(model, batch)
+    by_host.clear()
+    change(stock)
+    change(model)
+    expected = new_text(stock, batch, NEW)
+    assert not torch.equal(expected, before)
+    dropped = handle_of(model).steps.num_dropped
+    assert torch.equal(texts(model, batch), expected)
+    assert by_host and handle_of(model).steps.num_dropped > dropped
+
+
+def test_steps_that_are_watched(by_host, tmp_path):
+    """Somebody who looks at every module's output sees those of all rounds."""
+    stock, model = drafting(tmp_path, "chain")
+    batch = prompt(1, 9)
+    for _ in range(2):
+        texts(model, batch)
+    by_host.clear()
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    try:
+        got = texts(model, batch)
+    finally:
+        hook.remove()
+    assert torch.equal(got, new_text(stock, batch, NEW))
+    assert len(by_host) > 1 and seen.count(model.model.norm) == 1 + len(by_host)
