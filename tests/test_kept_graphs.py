@@ -224,6 +224,17 @@ def test_prompts_of_all_sizes_have_room():
     assert len(keys) == 42 <= graphs.MAX_GRAPHS
 
 
+def test_nothing_goes_before_it_must(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 8)
+    stock, model = twins("llama", 4)
+    for _ in range(2):
+        for rows in range(1, 9):
+            assert torch.equal(new_text(model, prompt(rows, 9), 3), new_text(stock, prompt(rows, 9), 3))
+            assert steps(model).num_dropped == 0
+        assert [one.num_rows for one in steps(model)._graphs.values()] == [*range(1, 9)]
+    assert steps(model).num_captured == 8
+
+
 def test_prompts_and_steps_do_not_drive_each_other_out(monkeypatch):
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     monkeypatch.setattr(prompt_steps, "uses_triton", lambda device: True)

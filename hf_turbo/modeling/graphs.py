@@ -235,6 +235,8 @@ class StepGraphs:
         inputs = StepInputs.of(kwargs)
         if inputs is None or not uses_triton(inputs.tensors["input_ids"].device) or is_watched():
             return None
+        if inputs.packed is not None and "logits_to_keep" in inputs.tensors:
+            return None  # one token as a row of tokens, not as a row for each
         if inputs.num_seqs is None:
             self._owner.step_aside("decode steps of more than 512 rows, drafts included, are not captured")
             return None
@@ -347,7 +349,7 @@ class StepGraphs:
             self._refuse(reason, is_packed)
             return None
         alike = [key for key, one in self._graphs.items() if one.is_packed == is_packed]
-        for key in alike[: len(alike) + 1 - MAX_GRAPHS]:
+        for key in alike[: max(len(alike) + 1 - MAX_GRAPHS, 0)]:
             del self._graphs[key]
         self._graphs[self._key(inputs)] = graph
         self.num_captured += 1
