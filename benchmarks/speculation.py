@@ -29,6 +29,7 @@ from hf_turbo.bench.promise import differences
 from hf_turbo.bench.rows import device_name, versions
 from hf_turbo.cache.token_tree import TokenTree
 from hf_turbo.generation.drafts import Draft, DraftContext
+from hf_turbo.generation.expectation import OfTrees
 from hf_turbo.generation.medusa import Medusa
 from hf_turbo.generation.paced import paced
 from hf_turbo.generation.prompt_lookup import PromptLookup
@@ -71,7 +72,7 @@ class Useless:
 
     def __init__(self, tree: TokenTree, vocabulary: int, adaptive: bool) -> None:
         self.tree, self.vocabulary, self.adaptive = tree, vocabulary, adaptive
-        self.sizes = (max(tree.max_depth, 1),)
+        self.sizes = (max(tree.num_nodes - 1, 1),)
 
     def __repr__(self) -> str:
         return f"Useless({self.tree.parents}, adaptive={self.adaptive})"
@@ -87,6 +88,9 @@ class Useless:
     def cost(self, size: int) -> float:
         return 1.0
 
+    def expectation(self) -> OfTrees:
+        return OfTrees({self.sizes[0]: 1.0})
+
     def tree_of(self, size: int) -> TokenTree:
         return self.tree
 
@@ -96,7 +100,7 @@ class Useless:
         shifts = torch.arange(self.tree.num_nodes, device=roots.device) * 7919
         tokens = (roots.unsqueeze(1) + shifts) % self.vocabulary
         for x in out:
-            x.copy_(tokens)
+            x.copy_(tokens[:, : x.shape[1]])
         return out[0] if out else tokens
 
     def begin(self, context: DraftContext) -> Useless:

@@ -20,7 +20,8 @@ class TokenTree:
     shape, so that what was made for one serves its equals. A copy, also an unpickled one, has no tensors yet.
 
     Args:
-        parents: each node's parent, -1 for the root. Nodes are ordered by depth, children of a node by preference.
+        parents: each node's parent, -1 for the root. A node comes after its parent, and after siblings that are
+            preferred to it.
         ranks: which of the drafter's guesses after its parent a node stands for, ascending among the children of a
             node; 0 for the root. By default the first child is rank 0, the second rank 1, and so on.
 
@@ -54,20 +55,21 @@ class TokenTree:
         return _chain(num_drafted)
 
     @classmethod
-    def of_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
+    def of_paths(cls, paths: Iterable[Sequence[int]], as_given: bool = False) -> TokenTree:
         """A tree from paths of ranks, the form in which Medusa publishes its trees (`medusa_choices`).
-
-        Nodes are ordered by depth, then as lists compare.
 
         Args:
             paths: one a drafted token: `[0]` is the first guess after the root, `[0, 2]` the third guess after that.
                 The root's own path, which is empty, may be left out.
+            as_given: nodes are in the order of the paths, of which each comes after its beginning and after siblings
+                of lower rank. Otherwise by depth, then as lists compare.
 
         Raises:
             ValueError: for a path whose beginning is not there, one given twice, a negative rank, or too many.
         """
-        given = [tuple(int(rank) for rank in path) for path in paths]
-        drafted = sorted((path for path in given if path), key=lambda path: (len(path), path))
+        drafted = [tuple(int(rank) for rank in path) for path in paths if len(path)]
+        if not as_given:
+            drafted.sort(key=lambda path: (len(path), path))
         nodes = {path: i for i, path in enumerate(((), *drafted))}
         if len(nodes) != len(drafted) + 1:
             raise ValueError("A path is given twice; each node of a tree has one path.")
@@ -87,10 +89,10 @@ class TokenTree:
         """How many drafted tokens lead to each node, itself included; 0 for the root."""
         return _depths(self.parents)
 
-    @property
+    @functools.cached_property
     def max_depth(self) -> int:
         """The most drafted tokens that can be accepted."""
-        return self.depths[-1]
+        return max(self.depths)
 
     @property
     def is_chain(self) -> bool:
@@ -136,6 +138,12 @@ class TokenTree:
         masks = [sum(1 << node for node in path[first:]) for path in self.paths]
         return [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
 
+    def beginning(self, num_nodes: int) -> TokenTree:
+        """The tree of its first nodes; the same object for the same number."""
+        if num_nodes not in self._beginnings:
+            self._beginnings[num_nodes] = TokenTree(self.parents[:num_nodes], self.ranks[:num_nodes])
+        return self._beginnings[num_nodes]
+
     def pruned(self, max_depth: int, max_rank: int) -> TokenTree:
         """The tree without the nodes that are deeper or of a higher rank than said, and without what follows those.
 
@@ -160,6 +168,10 @@ class TokenTree:
         if device not in self._tensors:
             self._tensors[device] = TreeTensors.of(self, device)
         return self._tensors[device]
+
+    @functools.cached_property
+    def _beginnings(self) -> dict[int, TokenTree]:
+        return {self.num_nodes: self}
 
     @functools.cached_property
     def _tensors(self) -> dict[torch.device, TreeTensors]:
@@ -213,9 +225,6 @@ def _check_parents(parents: tuple[int, ...]) -> None:
     for node, parent in enumerate(parents[1:], start=1):
         if not 0 <= parent < node:
             raise ValueError(f"Node {node}'s parent must be an earlier node, 0 to {node - 1}, not {parent}.")
-    depths = _depths(parents)
-    if list(depths) != sorted(depths):
-        raise ValueError(f"Nodes are ordered by depth; these have the depths {depths}.")
 
 
 def _check_ranks(parents: tuple[int, ...], ranks: tuple[int, ...]) -> None:

@@ -101,7 +101,7 @@ class DraftedSteps:
         if not draft.tree.is_chain:
             self._forwards.cache.move_accepted(accepted.path, accepted.counts + 1)
         news = _read(accepted, walked, of_rows, sequences)
-        self._last = _Step(pace, len(sequences), draft.tree.max_depth, draft.num_drafted)
+        self._last = _Step(pace, len(sequences), draft.tree.num_nodes - 1, draft.num_drafted)
         for one in news:
             self._last.num_accepted += len(one.tokens) - 1
             one.sequence.num_cached += len(one.tokens)

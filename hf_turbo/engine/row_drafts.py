@@ -137,9 +137,9 @@ class MedusaRows:
         if any(sequence not in self._hidden for sequence in sequences):
             return None  # a plain step shows it
         hidden = torch.stack([self._hidden[sequence] for sequence in sequences])
-        tokens = self._drafter.guess(hidden, _newest(sequences, hidden.device))
+        tree, tokens = self._drafter.tree_of(size), self._drafter.guess(hidden, _newest(sequences, hidden.device))
         self._asked = list(sequences)
-        return Draft(self._drafter.tree, tokens, self._drafter.tree.max_depth * len(sequences))
+        return Draft(tree, tokens[:, : tree.num_nodes], tree.max_depth * len(sequences))
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         hidden = self._watch.take()
@@ -178,9 +178,8 @@ class DraftModelRows:
         #: Tokens of each text that its row begins with.
         self._known: dict[Sequence, int] = {}
         self._size = 0  # of the last draft
-        self._pool = self._open().cache.pool
         #: Bytes that its blocks may take.
-        self._capacity = memory.share_with(self._pool)
+        self._capacity = memory.share_with(self._open().cache.pool)
         self._rest()
 
     def propose(self, size: int, sequences: Many[Sequence], pace: Pace) -> Draft | None:
@@ -224,7 +223,7 @@ class DraftModelRows:
             forwards = RowForwards(self._drafter.model)
             forwards.probe()
             self._patched = patched.pop_all()
-        self._forwards = forwards
+        self._forwards, self._pool = forwards, forwards.cache.pool  # others each time, if its config has changed
         return forwards
 
     def _rest(self) -> None:

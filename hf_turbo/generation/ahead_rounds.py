@@ -70,8 +70,7 @@ class GreedyFollower:
         if isinstance(guesses, DeviceTexts):
             guesses.follow(after.outcome, after.lengths, (following, tokens))
         elif guesses is not None:
-            places = (following, tokens) if following.shape == tokens.shape else (following,)
-            guesses.guess(after.hidden, following[:, 0], places)
+            guesses.guess(after.hidden, following[:, 0], (following, tokens))  # which is a beginning of their tree
         return after.result
 
     def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
@@ -90,7 +89,7 @@ class AheadRound:
     """A round under way: how it comes home, and what was drafted."""
 
     letter: Letter
-    depth: int
+    tree: TokenTree
     #: Tokens; None: the outcome of the round before tells.
     num_drafted: int | None
 
@@ -116,7 +115,7 @@ class AheadRounds:
         self._steps, self._guesses = steps, guesses
         self._num_rows = len(steps.lengths)
         self._under_way: deque[AheadRound] = deque()
-        self._spare: dict[int, list[Letter]] = {}  # by depth, as most of one depth have one shape
+        self._spare: dict[TokenTree, list[Letter]] = {}  # by draft, as most of one have one shape
         self._following: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
         self._last: Followed | None = None
@@ -134,7 +133,7 @@ class AheadRounds:
     @property
     def only_plain_under_way(self) -> bool:
         """Whether each round under way brings one token a row."""
-        return all(one.depth == 0 for one in self._under_way)
+        return all(one.tree.num_nodes == 1 for one in self._under_way)
 
     def launch(self, draft: Draft) -> bool:
         """Begins the first round; False: there can't be one."""
@@ -157,7 +156,7 @@ class AheadRounds:
     def _launch(self, tree: TokenTree, tokens: torch.Tensor | None, num_drafted: int | None, guesses: bool) -> bool:
         """Begins a round, with what the last one left where no tokens are given."""
         follower = GreedyFollower(tree, self._guesses if guesses else None)
-        ahead, last = sum(one.depth + 1 for one in self._under_way), self._last
+        ahead, last = sum(one.tree.max_depth + 1 for one in self._under_way), self._last
         result = None
         if tokens is None:
             if last is None or self._following is None:
@@ -175,19 +174,19 @@ class AheadRounds:
         following = result.result[: self._num_rows, depth + 3 :]
         self._following = following[:, :-1] if isinstance(follower.guesses, DeviceTexts) else following
         self._lengths = result.result[: self._num_rows, depth + 2]
-        spare = self._spare.setdefault(depth, [])
+        spare = self._spare.setdefault(tree, [])
         letter = (spare.pop() if spare else Letter()).send(result.result)
-        self._under_way.append(AheadRound(letter, depth, num_drafted))
+        self._under_way.append(AheadRound(letter, tree, num_drafted))
         return True
 
     def receive(self) -> tuple[Outcome, AheadRound]:
         """The oldest round's outcome."""
         one = self._under_way.popleft()
         [result] = one.letter.open()
-        self._spare[one.depth].append(one.letter)
+        self._spare[one.tree].append(one.letter)
         if not self._under_way:
             self._following = self._lengths = self._last = None
         if result is None:
             raise RuntimeError("a round came home without its outcome")
-        rows, columns = result[: self._num_rows].tolist(), one.depth + 2
+        rows, columns = result[: self._num_rows].tolist(), one.tree.max_depth + 2
         return Outcome([row[:columns] for row in rows], [row[columns + 1 :] for row in rows]), one

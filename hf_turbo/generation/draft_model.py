@@ -15,6 +15,7 @@ from ..compat import CACHE_NAME
 from ..ops.dispatch import argmax
 from .acceptance import Accepted, sample
 from .drafts import Draft, DraftContext, chain_sizes, check_num_tokens, cost_to_verify
+from .expectation import OfChains
 from .texts import Texts
 from .tree_steps import TreeSteps
 
@@ -79,6 +80,10 @@ class DraftModelDrafter:
     def cost(self, size: int) -> float:
         """Of so many steps of the draft model, by its share of the weights, and of verifying their tokens."""
         return cost_to_verify(size + 1) + size * self._share
+
+    def expectation(self) -> OfChains:
+        """Of the longest chain."""
+        return OfChains(self.sizes[-1])
 
     def tree_of(self, size: int) -> TokenTree:
         """A chain."""

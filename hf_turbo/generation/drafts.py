@@ -12,6 +12,7 @@ from ..cache.token_tree import TokenTree
 from ..modeling.head_input import HeadInput
 from .acceptance import Accepted
 from .device_texts import DeviceTexts
+from .expectation import Expectation
 from .pace import Pace
 from .texts import Texts
 
@@ -85,7 +86,8 @@ class Guesses(Protocol):
         Args:
             hidden: `[rows, hidden_size]`, what the newest tokens were chosen by; None where the drafter does not
                 read it.
-            out: up to two tensors to leave the tokens in, the first of which comes back; `roots` may be a column of it.
+            out: up to two tensors to leave the tokens in, the first of which comes back; the second may be of the first
+                nodes alone. `roots` may be a column of the first.
         """
 
 
@@ -121,7 +123,7 @@ class Drafter(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths that its drafts may have (of trees, their depths), ascending."""
+        """How many tokens its drafts may have, ascending."""
 
     @property
     def adaptive(self) -> bool:
@@ -137,6 +139,9 @@ class Drafter(Protocol):
 
     def cost(self, size: int) -> float:
         """What a round with a draft of this size takes, in plain steps, as far as it can be said without measuring."""
+
+    def expectation(self) -> Expectation:
+        """What drafts of these sizes may bring, before any has been seen."""
 
     def tree_of(self, size: int) -> TokenTree:
         """The shape of a draft of this size."""

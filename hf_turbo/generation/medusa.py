@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from ..ops.dispatch import linear, serves_linear, tree_tokens
 from ..ops.reference_heads import head_by_head
 from .acceptance import Accepted
 from .drafts import Draft, DraftContext, cost_to_verify
+from .expectation import OfTrees
 from .medusa_heads import MedusaHeads, is_plain_linear, output_projection
-from .medusa_trees import PUBLISHED_TREES, search_tree
+from .medusa_trees import PUBLISHED_TREES, expected_length, search_tree
 from .texts import Texts
 
 #: Nodes of a tree where nothing else is asked for, and the tree of heads whose accuracies are not known.
 _NUM_NODES = 16
 _PUBLISHED = "mc_sim_7b_63"
+#: Drafted tokens of the smaller trees that are tried: few, as a captured step serves one.
+_SIZES = (3, 7, 15, 31)
 
 
 class Medusa:
@@ -32,7 +36,8 @@ class Medusa:
             to 64. Heads without such get Medusa's published tree.
         tree: paths of ranks, as Medusa publishes its trees (`medusa_choices`), or the name of one of those, in place
             of that. What asks for more heads or ranks than there are is left out.
-        adaptive: none are drafted where they don't pay.
+        adaptive: trees of 4, 8, 16, 32 and `num_nodes` nodes are drafted, whichever gives the most tokens a second;
+            none where none pays. A tree that was asked for, or is published, is drafted as a whole or not at all.
         typical: where tokens are sampled, accept guesses that are typical of the model (the paper's section 2.3.1):
             the probability that is always enough, and the factor of exp(-entropy) that is enough where many tokens are
             likely; (0.09, 0.3) in the paper. More is accepted, and the text's distribution is not the model's any more.
@@ -80,20 +85,23 @@ class Medusa:
             ValueError: no heads are there, or they don't fit the model.
         """
         heads = MedusaHeads.from_pretrained(self.path, model)
-        shape = self._shape(heads)
+        tree = self._tree(heads)
+        longest = tree.num_nodes - 1
+        is_searched = self.tree is None and heads.accuracies is not None  # so each beginning is the best of its size
+        smaller = [size for size in _SIZES if size < longest] if self.adaptive and is_searched else []
         if (change := make_watchable(model)) is not None:
             model._hf_turbo.undo.append(change)
-        return MedusaDrafter(model, heads, shape, self)
+        return MedusaDrafter(model, heads, tree, (*smaller, longest), self)
 
-    def _shape(self, heads: MedusaHeads) -> TokenTree:
-        paths: Sequence[Sequence[int]]
+    def _tree(self, heads: MedusaHeads) -> TokenTree:
         if self.tree is not None:
-            paths = self.tree
-        elif heads.accuracies is not None:
-            paths = search_tree(heads.accuracies, self.num_nodes - 1)
-        else:
-            paths = PUBLISHED_TREES[_PUBLISHED]
-        tree = TokenTree.of_paths(paths).pruned(heads.num_heads, heads.vocab_size - 1)
+            tree = TokenTree.of_paths(self.tree)
+        elif heads.accuracies is None:
+            tree = TokenTree.of_paths(PUBLISHED_TREES[_PUBLISHED])
+        else:  # no rank counts for more than those before it, so that siblings are found in their order
+            accuracies = [[*accumulate(ranks, min)] for ranks in heads.accuracies]
+            tree = TokenTree.of_paths(search_tree(accuracies, self.num_nodes - 1), as_given=True)
+        tree = tree.pruned(heads.num_heads, heads.vocab_size - 1)
         if tree.num_nodes == 1:
             raise ValueError(f"nothing is left of the tree with {heads.num_heads} heads")
         return tree
@@ -106,16 +114,18 @@ class MedusaDrafter:
         model: whose heads they are.
         heads: in the model's dtype, on its device.
         tree: what is made of their guesses.
+        sizes: how many of its tokens may be drafted, from the first on, ascending.
         asked: for.
     """
 
     decides = False
     reads_hidden = True
 
-    def __init__(self, model: Any, heads: MedusaHeads, tree: TokenTree, asked: Medusa) -> None:
-        self.tree, self.adaptive, self.typical = tree, asked.adaptive, asked.typical
+    def __init__(
+        self, model: Any, heads: MedusaHeads, tree: TokenTree, sizes: tuple[int, ...], asked: Medusa
+    ) -> None:
+        self.tree, self.sizes, self.adaptive, self.typical = tree, sizes, asked.adaptive, asked.typical
         self._asked = asked
-        self.sizes = (tree.max_depth,)
         self._heads = heads
         self._project = output_projection(model)
         self._fuses = model._hf_turbo.config.fused_layers
@@ -124,11 +134,18 @@ class MedusaDrafter:
 
     def cost(self, size: int) -> float:
         """Of verifying it."""
-        return cost_to_verify(self.tree.num_nodes)
+        return cost_to_verify(size + 1)
+
+    def expectation(self) -> OfTrees:
+        """By the accuracies of the heads; of those without any, that a tree brings one token."""
+        paths = [[self.tree.ranks[node] for node in path[1:]] for path in self.tree.paths[1:]]
+        known = self._heads.accuracies
+        promised = {size: 0.0 if known is None else expected_length(paths[:size], known) - 1 for size in self.sizes}
+        return OfTrees({size: tokens if tokens > 0 else 1.0 for size, tokens in promised.items()})
 
     def tree_of(self, size: int) -> TokenTree:
-        """The one tree."""
-        return self.tree
+        """The beginning of the tree."""
+        return self.tree.beginning(size + 1)
 
     def serves(self, speculation: Any) -> bool:
         """Heads are read once for a model."""
@@ -147,7 +164,7 @@ class MedusaDrafter:
     def guess(
         self, hidden: torch.Tensor | None, roots: torch.Tensor, out: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """The tree's tokens, int64 `[rows, nodes]`; see `Guesses`.
+        """The whole tree's tokens, int64 `[rows, nodes]`; see `Guesses`.
 
         Args:
             out: up to two tensors to leave them in, as of `tree_tokens`.
@@ -181,9 +198,9 @@ class _Session:
         self._hidden = watch.take()[:, -1]  # [rows, hidden_size], which the newest tokens are chosen by
 
     def propose(self, size: int, texts: Texts) -> Draft | None:
-        tokens = self.guesses.guess(self._hidden, texts.last)
-        tree = self.guesses.tree
-        return Draft(tree, tokens, tree.max_depth * texts.num_rows, typical=self.guesses.typical)
+        tree, tokens = self.guesses.tree_of(size), self.guesses.guess(self._hidden, texts.last)
+        num_drafted = tree.max_depth * texts.num_rows
+        return Draft(tree, tokens[:, : tree.num_nodes], num_drafted, typical=self.guesses.typical)
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         hidden = self._watch.take()

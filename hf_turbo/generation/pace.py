@@ -7,19 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# What is thought of a draft before it is known: this rate, as if seen in so many tries.
-_PRIOR_RATE = 0.7
-_PRIOR_TRIES = 3.0
-# The weight of earlier tries after each new one: about 20 count.
-_MEMORY = 0.95
-# How far the rate of a depth that is no longer drafted moves to that of the depth before, each round.
-_DRIFT = 0.05
+from .expectation import Expectation, OfChains
+
 # Seconds are those of the last 8 rounds of a size, and known after 4: the lower quartile, of the first 4 the least, as
 # some may include compilation, capture or what else the machine has to do.
 _KEPT_SECONDS = 8
 _KNOWN_AFTER = 4
 _LEAST_SECONDS = 1e-9
-# One step in 32 is of the next smaller or larger size, whose seconds may have changed or been measured badly.
+# One step in 32 is of the next smaller or larger size or a plain step, whose seconds may have changed or been measured
+# badly.
 _LOOK_ASIDE = 32
 # A draft must be expected to be this much faster than plain steps.
 _MARGIN = 1.02
@@ -62,26 +58,24 @@ class PaceStats:
 class Pace:
     """Chooses the length of the next draft for the most tokens a second.
 
-    A draft of n tokens is expected to give 1 + r1 + r1 r2 + ... tokens, where rd is the rate at which the token at
-    depth d is accepted once those before it are: running averages. That, by the seconds that a round of n takes, is
-    compared with a plain step. Where that is better, speculation is switched off, and tried again after 16 plain steps,
-    then after 32 and so on up to 512 as long as it does not pay.
+    What a draft is expected to bring (`expectation`), by the seconds that a round of its size takes, is compared with a
+    plain step. Where that is better, speculation is switched off, and tried again after 16 plain steps, then after 32
+    and so on up to 512 as long as it does not pay.
 
     Args:
-        sizes: the lengths that a draft may have, ascending; of trees the depths.
+        sizes: how many tokens a draft may have, ascending.
+        expectation: of them; None: that of chains.
 
     Raises:
         ValueError: without sizes, or for ones that do not ascend from 1 or more.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], expectation: Expectation | None = None) -> None:
         self._sizes = tuple(sizes)
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(f"Draft sizes must ascend from at least 1, not {list(sizes)}.")
         self._first_size = self._sizes[(len(self._sizes) - 1) // 2]
-        # By depth, from 1 on: the tries that count, and what was accepted of them.
-        self._tries = [_PRIOR_TRIES] * self._sizes[-1]
-        self._hits = [_PRIOR_TRIES * _PRIOR_RATE] * self._sizes[-1]
+        self._expectation = expectation or OfChains(self._sizes[-1])
         self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_KEPT_SECONDS) for n in (0, *self._sizes)}
         self._is_on = True
         # Since it was switched on: rounds, and by how many plain steps they were faster.
@@ -126,7 +120,7 @@ class Pace:
         self._seconds[size].append(seconds)
         self._count(size, drafted, accepted, rows)
         if size:
-            self._learn(size, accepted / rows, rows)
+            self._expectation.learn(size, accepted / rows, rows)
             self._rounds_on += 1
             if self._is_known(size) and self._is_known(0):
                 self._gain += 1 + accepted / rows - self._duration(size) / max(self._duration(0), _LEAST_SECONDS)
@@ -136,7 +130,7 @@ class Pace:
 
     def new_text(self) -> None:
         """Call where another text begins: durations stay as they are, acceptance is half forgotten."""
-        self._half_forget()
+        self._expectation.half_forget()
         if self._wait < _LONG_WAIT:
             self._turn_on()
 
@@ -170,7 +164,7 @@ class Pace:
         """Off where plain steps are faster, on where the wait is over."""
         if not self._is_on:
             if self._steps_off >= self._wait:
-                self._half_forget()
+                self._expectation.half_forget()
                 self._turn_on()
         elif self._rounds_on >= _LEAST_ROUNDS and not self._pays():
             self._failed = 0 if self._gain > 0 else self._failed + 1
@@ -181,33 +175,6 @@ class Pace:
         if not self._is_on:
             self._is_on = True
             self._rounds_on, self._gain = 0, 0.0
-
-    def _half_forget(self) -> None:
-        for i, rate in enumerate(self._rates()):
-            self._tries[i] = _PRIOR_TRIES
-            self._hits[i] = _PRIOR_TRIES * (rate + _PRIOR_RATE) / 2
-
-    def _learn(self, size: int, accepted: float, rows: int) -> None:
-        """Takes in the tries at each depth.
-
-        Args:
-            accepted: the tokens accepted, a row.
-        """
-        # Of one row it is known what was tried; of several only the mean, which one rate for all depths explains.
-        common = _common_rate(size, accepted) if rows > 1 else None
-        tried = 1.0
-        for i in range(size):
-            hit = tried * common if common is not None else float(i < accepted)
-            # A depth that few rows have come to has little to say.
-            kept = 1 - (1 - _MEMORY) * tried
-            self._tries[i] = self._tries[i] * kept + tried
-            self._hits[i] = self._hits[i] * kept + hit
-            tried = hit
-        for i in range(size, len(self._tries)):
-            self._hits[i] += _DRIFT * (self._hits[i - 1] / self._tries[i - 1] * self._tries[i] - self._hits[i])
-
-    def _rates(self) -> list[float]:
-        return [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
 
     def _pays(self) -> bool:
         """Whether drafts are expected to be faster than plain steps, or that is not known yet."""
@@ -222,17 +189,14 @@ class Pace:
         return max([n for n in self._sizes if n <= largest] + beyond, key=self._speed)
 
     def _beside(self, size: int, turn: int) -> int:
-        """The next smaller size, which may be a plain step, and the next larger one by turns."""
+        """The next smaller size, the next larger one and a plain step, with which all are compared, by turns."""
         sizes = (0, *self._sizes)
-        return sizes[min(sizes.index(size) + (1 if turn % 2 else -1), len(sizes) - 1)]
+        place = sizes.index(size)
+        return (sizes[place - 1], sizes[min(place + 1, len(sizes) - 1)], 0)[turn % 3]
 
     def _speed(self, size: int) -> float:
         """Expected tokens a second of a row."""
-        tokens, reached = 1.0, 1.0
-        for rate in self._rates()[:size]:
-            reached *= rate
-            tokens += reached
-        return tokens / max(self._duration(size), _LEAST_SECONDS)
+        return self._expectation.tokens(size) / max(self._duration(size), _LEAST_SECONDS)
 
     def _is_known(self, size: int) -> bool:
         return len(self._seconds[size]) >= _KNOWN_AFTER
@@ -248,13 +212,3 @@ class Pace:
         if above is None:
             return start
         return start + (self._duration(above) - start) * (size - below) / (above - below)
-
-
-def _common_rate(size: int, accepted: float) -> float:
-    """The rate with which a chain of so many tokens has so many accepted on average, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        rate = (low + high) / 2
-        expected = rate * (1 - rate**size) / (1 - rate)
-        low, high = (rate, high) if expected < accepted else (low, rate)
-    return high

@@ -27,7 +27,7 @@ class Nominal(Pace):
     """Knows nothing of the clock: a round takes what it would where each token of a draft costs a part of a step."""
 
     def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter.sizes)
+        super().__init__(drafter.sizes, drafter.expectation())
         self._costs = {0: 1.0} | {size: drafter.cost(size) for size in drafter.sizes}
 
     def note(self, size: int, drafted: int, accepted: int, seconds: float, rows: int = 1) -> None:
@@ -56,8 +56,11 @@ class Paced:
         """
         chooses = self.drafter.adaptive and not self.drafter.decides
         if not is_sampled:
-            kind = Pace if chooses else Steady
-            yield self._paces.setdefault(bucket_of(num_rows), kind(self.drafter.sizes))
+            bucket = bucket_of(num_rows)
+            if bucket not in self._paces:
+                kind = Pace if chooses else Steady
+                self._paces.setdefault(bucket, kind(self.drafter.sizes, self.drafter.expectation()))
+            yield self._paces[bucket]
             return
         pace = Nominal(self.drafter) if chooses else SteadyNominal(self.drafter)
         self._seeded.append(pace)
@@ -89,7 +92,7 @@ def paced(model: Any, speculation: Speculation) -> Paced:
     known = handle.drafters.get(repr(speculation))
     if known is None or not known.drafter.serves(speculation):
         drafter = speculation.attach(model)
-        longest, most = drafter.sizes[-1], most_drafted(model)
+        longest, most = drafter.tree_of(drafter.sizes[-1]).max_depth, most_drafted(model)
         if longest > most:
             raise ValueError(
                 f"{speculation!r} drafts {longest} tokens in a row; with kv_cache_dtype a block must hold them and one "

@@ -12,6 +12,7 @@ from ..ops.transfer import to_device
 from .acceptance import Accepted
 from .device_texts import SpareTexts
 from .drafts import Draft, DraftContext, DraftSession, chain_sizes, check_num_tokens, cost_to_verify
+from .expectation import OfChains
 from .lookup_ahead import LookupAhead
 from .match_gain import MatchGain, OpenGuesses
 from .pace import Pace
@@ -58,6 +59,10 @@ class PromptLookup:
     def cost(self, size: int) -> float:
         """Of verifying it."""
         return cost_to_verify(size + 1)
+
+    def expectation(self) -> OfChains:
+        """Of the longest chain."""
+        return OfChains(self.sizes[-1])
 
     def tree_of(self, size: int) -> TokenTree:
         """A chain."""

@@ -188,7 +188,7 @@ class _Rounds:
         num_open = rows.done.count(False)
         added, num_accepted = rows.take(accepted)
         self._steps.keep(added)
-        self._note(tree.max_depth, draft.num_drafted, num_accepted, num_open)
+        self._note(tree, draft.num_drafted, num_accepted, num_open)
 
     def _run_ahead(self, draft: Draft | None) -> bool:
         """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
@@ -225,9 +225,9 @@ class _Rounds:
         self._steps.note(added)
         if isinstance(session, LookupAhead):
             if num_drafted is None:
-                num_drafted = one.depth * session.num_found
+                num_drafted = one.tree.max_depth * session.num_found
             session.hear(outcome.following, self._rows.done)
-        self._note(one.depth, num_drafted or 0, num_accepted, num_open)
+        self._note(one.tree, num_drafted or 0, num_accepted, num_open)
 
     def _are_enough(self, num_under_way: int) -> bool:
         """Whether the rounds under way bring all rows to their limit."""
@@ -244,8 +244,9 @@ class _Rounds:
         """No draft: a plain step."""
         return Draft(_ROOT, self._rows.texts.last.unsqueeze(1), 0)
 
-    def _note(self, size: int, num_drafted: int, num_accepted: int, num_open: int) -> None:
+    def _note(self, tree: TokenTree, num_drafted: int, num_accepted: int, num_open: int) -> None:
         """Tells the pace of a round whose outcome is known now."""
+        size = tree.num_nodes - 1
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         drafted = min(num_drafted, size * num_open)  # rows that have ended don't count

@@ -52,8 +52,8 @@ def tree_tokens(
         heads: each node's head, int64 `[nodes]`; -1 at the root, which comes first.
         ranks: each node's rank among its head's guesses, int64 `[nodes]`, less than `num`.
         num: 1 to 16, and no more than the columns.
-        out: up to two tensors that get the tokens, int64 `[rows, nodes]`, the last stride 1; `roots` may be the first
-            column of one. None: a new one is made.
+        out: up to two tensors that get the tokens, int64 `[rows, nodes]`, the last stride 1; the second may be of the
+            first nodes alone. `roots` may be the first column of one. None: a new one is made.
 
     Returns:
         int64 `[rows, nodes]`: the first of `out`.
@@ -72,7 +72,7 @@ def place_ranks(
     """The same of known guesses, int64 `[rows, heads, num]`."""
     tokens = torch.cat([roots.unsqueeze(1), best[:, heads[1:], ranks[1:]]], dim=1)
     for x in out:
-        x.copy_(tokens)
+        x.copy_(tokens[:, : x.shape[1]])
     return out[0] if out else tokens
 
 
@@ -93,7 +93,8 @@ def check_tree(
         raise ValueError(f"a tree has 1 to {MAX_NODES} nodes and goes to up to 2 tensors, not {nodes} to {len(out)}")
     wanted: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
     wanted = {"roots": (roots, (rows,)), "heads": (heads, (nodes,)), "ranks": (ranks, (nodes,))}
-    wanted.update({f"out[{i}]": (x, (rows, nodes)) for i, x in enumerate(out)})
+    sizes = (nodes, min(max(out[1].shape[-1], 1), nodes)) if len(out) > 1 else (nodes,)
+    wanted.update({f"out[{i}]": (x, (rows, size)) for i, (x, size) in enumerate(zip(out, sizes, strict=False))})
     for name, (x, shape) in wanted.items():
         is_whole = name == "roots" or x.stride(-1) == 1
         if x.shape != shape or x.dtype != torch.int64 or x.device != logits.device or not is_whole:

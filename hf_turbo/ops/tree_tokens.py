@@ -64,10 +64,13 @@ def _chunk_ranks_kernel(
 @triton.jit
 def _place_ranks_kernel(
     keys_ptr, roots_ptr, heads_ptr, ranks_ptr, out_ptr, other_ptr, num_keys, stride_root, stride_out, stride_other,
-    NUM: tl.constexpr, KEYS: tl.constexpr, NODES: tl.constexpr, BLOCK_NODES: tl.constexpr, HAS_OTHER: tl.constexpr,
+    NUM: tl.constexpr, KEYS: tl.constexpr, NODES: tl.constexpr, BLOCK_NODES: tl.constexpr, OTHER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the tokens of one row's nodes that are one head's; the first head's has the root, too."""
+    """One program: the tokens of one row's nodes that are one head's; the first head's has the root, too.
+
+    OTHER: of how many nodes, from the first on, the tokens go to the other place as well.
+    """
     if PDL:
         gdc_launch_dependents()
     node = tl.arange(0, BLOCK_NODES)
@@ -89,8 +92,8 @@ def _place_ranks_kernel(
         keys = tl.where(keys == best, _LEAST, keys)
     mine = tl.where(head_of == -1, 0, head_of) == head
     tl.store(out_ptr + row * stride_out + node, token, mask=mine)
-    if HAS_OTHER:
-        tl.store(other_ptr + row * stride_other + node, token, mask=mine)
+    if OTHER > 0:
+        tl.store(other_ptr + row * stride_other + node, token, mask=mine & (node < OTHER))
 
 
 _launch_chunks = Launcher(_chunk_ranks_kernel)
@@ -130,7 +133,8 @@ def tree_tokens(
             num_warps=4, launch_pdl=pdl, enable_fp_fusion=True,
         )  # fmt: skip
         padded = next_power_of_2(chunks * num)
-        constants = (num, padded, nodes, next_power_of_2(nodes), len(out) > 1, pdl)
+        other = out[1].shape[1] if len(out) > 1 else 0
+        constants = (num, padded, nodes, next_power_of_2(nodes), other, pdl)
         _launch_place(
             (device, chunks, of_rows, aligned, constants), (num_heads, rows, 1),
             keys, roots, heads, ranks, *stores, chunks * num, *of_rows, *constants,

@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_turbo.generation.pace import Pace, PaceStats, _common_rate
+from hf_turbo.generation.expectation import OfTrees, _common_rate
+from hf_turbo.generation.pace import Pace, PaceStats
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -119,8 +120,9 @@ def test_one_that_pays_brings_the_short_wait_back():
     assert off < 40 and chosen[off : off + 16] == [0] * 16 and chosen[off + 16] == 4
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 400), st.booleans())
+@example(82747, 22, False)  # plain steps seemed slow, and the sizes next to them were not drafted for long
 def test_whatever_happened_it_recovers(seed, rounds, new_text):
     """After any history a good draft is on, and after that a useless one is off."""
     rng, pace = random.Random(seed), Pace(SIZES)
@@ -154,9 +156,9 @@ def test_a_new_text_begins_with_speculation():
 def test_a_new_text_half_forgets():
     pace = Pace(SIZES)
     run(pace, RATES["0.4"], COSTS["small draft model"], 1000)
-    before = pace._rates()
+    before = pace._expectation.rates
     pace.new_text()
-    assert pace._rates() == pytest.approx([(rate + 0.7) / 2 for rate in before])
+    assert pace._expectation.rates == pytest.approx([(rate + 0.7) / 2 for rate in before])
     assert abs(before[0] - 0.4) < 0.15
 
 
@@ -166,11 +168,11 @@ def test_a_probe_half_forgets():
     while pace.stats().is_on:
         size = pace.choose()
         pace.note(size, size, 0, COSTS["large draft model"](size))
-    before = pace._rates()
+    before = pace._expectation.rates
     while pace.choose() == 0:
         pace.note(0, 0, 0, 1.0)
     assert before[0] < 0.5
-    assert pace._rates() == pytest.approx([(rate + 0.7) / 2 for rate in before])
+    assert pace._expectation.rates == pytest.approx([(rate + 0.7) / 2 for rate in before])
 
 
 def test_depths_that_are_not_drafted_follow_those_that_are():
@@ -178,10 +180,10 @@ def test_depths_that_are_not_drafted_follow_those_that_are():
     pace = Pace([1, 4])
     for _ in range(100):
         pace.note(4, 4, 1, 1.0)
-    assert pace._rates()[:2] == pytest.approx([1, 0], abs=0.02)
+    assert pace._expectation.rates[:2] == pytest.approx([1, 0], abs=0.02)
     for _ in range(200):
         pace.note(1, 1, 1, 1.0)
-    assert min(pace._rates()) > 0.95
+    assert min(pace._expectation.rates) > 0.95
 
 
 def test_durations_of_other_sizes():
@@ -197,7 +199,7 @@ def test_drafts_that_are_shorter_than_asked_for_count_as_not_accepted():
     pace = Pace([4])
     for _ in range(100):
         pace.note(4, 1, 1, 1.0)
-    assert pace._rates() == pytest.approx([1, 0, 0.7, 0.7], abs=0.05)
+    assert pace._expectation.rates == pytest.approx([1, 0, 0.7, 0.7], abs=0.05)
 
 
 @given(st.integers(1, 16), st.floats(0.01, 0.99))
@@ -236,4 +238,44 @@ def test_rounds_that_cannot_be_change_nothing(noted):
     pace = Pace([2, 4])
     with pytest.raises(ValueError, match="size"):
         pace.note(*noted)
-    assert pace.stats() == PaceStats() and pace._rates() == Pace([2, 4])._rates()
+    assert pace.stats() == PaceStats() and pace._expectation.rates == Pace([2, 4])._expectation.rates
+
+
+PROMISED = {3: 0.84, 7: 1.05, 15: 1.24}
+
+
+def test_what_trees_promise():
+    """One part of all promises is kept, whichever of the trees has shown it."""
+    trees = OfTrees(PROMISED)
+    assert [trees.tokens(size) for size in (0, 3, 15)] == pytest.approx([1, 1 + 0.7 * 0.84, 1 + 0.7 * 1.24])
+    for _ in range(200):
+        trees.learn(7, 0.5 * 1.05, 1)
+    assert trees.rate == pytest.approx(0.5, abs=1e-4) and trees.tokens(15) == pytest.approx(1 + 0.5 * 1.24, abs=1e-4)
+    for _ in range(200):
+        trees.learn(3, 0.9 * 0.84, 4)
+    assert trees.tokens(7) == pytest.approx(1 + 0.9 * 1.05, abs=1e-4)
+    trees.half_forget()
+    assert trees.rate == pytest.approx(0.8, abs=1e-4)
+    trees.learn(3, 0.0, 1)
+    assert trees.rate == pytest.approx(3 * 0.95 * 0.8 / (3 * 0.95 + 1), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "costs, kept, best",
+    [
+        ({3: 1.14, 7: 1.20, 15: 1.36}, 0.8, 7),  # SmolLM2 on an H200
+        ({3: 1.03, 7: 1.05, 15: 1.08}, 0.8, 15),  # an 8B model
+        ({3: 1.14, 7: 1.30, 15: 1.60}, 0.8, 3),
+        ({3: 1.14, 7: 1.20, 15: 1.36}, 0.1, 0),
+    ],
+)
+def test_the_size_of_a_tree_goes_by_what_it_takes_and_brings(costs, kept, best):
+    pace, drawn = Pace([*PROMISED], OfTrees(PROMISED)), random.Random(0)
+    chosen = []
+    for _ in range(600):
+        size = pace.choose()
+        accepted = sum(drawn.random() < kept * PROMISED[size] / 3 for _ in range(3)) if size else 0
+        pace.note(size, min(size, 3), accepted, costs.get(size, 1.0))
+        chosen.append(size)
+    late = chosen[200:]
+    assert late.count(best) > 0.85 * len(late)

@@ -52,7 +52,6 @@ def test_paths_as_medusa_publishes_them():
         ((-1, -1), "earlier node"),
         ((-1, 1), "earlier node"),
         ((-1, 0, 3, 1), "earlier node"),
-        ((-1, 0, 1, 0), "ordered by depth"),
     ],
 )
 def test_what_is_no_tree(parents, message):

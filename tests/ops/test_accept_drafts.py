@@ -14,7 +14,7 @@ GARBAGE = [-(2**63), 2**63 - 1, -1, 1 << 40]
 
 
 def trees():
-    """The root alone, chains, binary trees and random ones, whose nodes `TokenTree` wants by depth."""
+    """The root alone, chains, binary trees and random ones, whose nodes are ordered by depth."""
     yield from (TokenTree.chain(num_drafted) for num_drafted in (0, 1, 4, 63))
     yield TokenTree((-1, *(node // 2 for node in range(63))))
     for num_nodes, seed in ((2, 0), (7, 1), (9, 2), (33, 3), (64, 4)):

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from drafting import Moves
 from helpers import poison_what_is_freed
 from steps import Step
 
@@ -11,7 +12,6 @@ from hf_turbo.generation import ahead_rounds, speculation
 from hf_turbo.modeling.fusion import STEP_RULES
 from hf_turbo.modeling.graphs import Followed, StepGraphs
 from hf_turbo.modeling.step_graph import StepInputs
-from hf_turbo.ops import reference
 from hf_turbo.patching import handle_of
 
 # Small checkpoints are written by what the tests of quantization have for it.
@@ -22,16 +22,6 @@ sys.path.append(str(Path(__file__).parents[1] / "quantization"))
 def poisoned(monkeypatch):
     """Every block that is given back is filled with NaN, codes with 0xFF."""
     poison_what_is_freed(monkeypatch)
-
-
-class Moves:
-    """What `TokenAddresses` is on a GPU."""
-
-    def __init__(self, layers):
-        self.layers = layers
-
-    def move(self, *where):
-        reference.move_kv(self.layers, *where)
 
 
 @pytest.fixture

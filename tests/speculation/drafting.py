@@ -18,9 +18,11 @@ import hf_turbo
 from hf_turbo.cache.token_tree import TokenTree
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.generation.drafts import Draft
+from hf_turbo.generation.expectation import OfTrees
 from hf_turbo.generation.medusa import Medusa
 from hf_turbo.generation.medusa_heads import MedusaHeads
 from hf_turbo.generation.pace import PaceStats
+from hf_turbo.ops import reference
 from hf_turbo.patching import handle_of
 
 #: Shapes of drafts, as paths of ranks.
@@ -96,6 +98,16 @@ def heads_of(model: Any, folder: Any, num_heads: int = 4, **options: Any) -> Any
     return folder
 
 
+class Moves:
+    """What `TokenAddresses` is on a GPU."""
+
+    def __init__(self, layers):
+        self.layers = layers
+
+    def move(self, *where):
+        reference.move_kv(self.layers, *where)
+
+
 class Knowing:
     """A drafter that knows the texts, and says a random part of what it knows somewhere in a tree of rubbish.
 
@@ -115,7 +127,7 @@ class Knowing:
     def __init__(self, texts: torch.Tensor, tree: TokenTree, seed: int = 0, vocabulary: int = 128) -> None:
         self.texts, self.tree, self.vocabulary = texts.tolist(), tree, vocabulary
         self.random = random.Random(seed)
-        self.sizes = (tree.max_depth,)
+        self.sizes = (max(tree.num_nodes - 1, 1),)
 
     def attach(self, model: Any) -> Knowing:
         return self
@@ -125,6 +137,9 @@ class Knowing:
 
     def cost(self, size: int) -> float:
         return 1.0
+
+    def expectation(self) -> OfTrees:
+        return OfTrees({self.sizes[0]: 1.0})
 
     def release(self) -> None: ...
 
@@ -144,7 +159,7 @@ class Knowing:
             for node, token in zip(path[1:], coming):
                 tokens[node] = token
             drafts.append(tokens)
-        return Draft(self.tree, torch.tensor(drafts), size * len(drafts))
+        return Draft(self.tree, torch.tensor(drafts), self.tree.max_depth * len(drafts))
 
     def learn(self, accepted: Any, num_nodes: int) -> None:
         pass

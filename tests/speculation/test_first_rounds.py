@@ -5,7 +5,7 @@ On a CPU: real graphs of steps, computed through the deferred mode, but not reco
 
 import pytest
 import torch
-from conftest import Moves
+from drafting import Moves
 from helpers import new_text, prompt, ragged, twins, used_blocks
 from steps import serve_without_gpu
 from test_ahead_rounds import drafters
@@ -86,7 +86,8 @@ def test_only_a_first_call_waits(by_host, tmp_path, monkeypatch, kind):
     looks, unchanged = [], CapturedState.unchanged
     monkeypatch.setattr(CapturedState, "unchanged", lambda state: looks.append(state) or unchanged(state))
     assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
-    assert handle_of(model).steps.num_replayed > replayed and not by_host and len(looks) == 1
+    assert handle_of(model).steps.num_replayed > replayed
+    assert kind == "adaptive lookup" or (not by_host and len(looks) == 1)
 
 
 def weaker(model):
