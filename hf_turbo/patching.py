@@ -251,6 +251,7 @@ def _uses_attention_interface(model: PreTrainedModel) -> bool:
 def _fill(handle: PatchHandle, model: PreTrainedModel) -> None:
     """Changes what is inside of the model: all of it, or, where that fails, nothing."""
     handle.sliding_windows = _sliding_windows(model.config.get_text_config(decoder=True))
+    handle.pool.protect_short_windows(handle.sliding_windows)
     try:
         _take_over_linears(model, handle)
         _take_over_attention(model, handle)

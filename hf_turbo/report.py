@@ -117,7 +117,8 @@ class Report:
             lines[0] += f" of {self.wide_kv_bytes_per_token:,.1f}, {self._share_of_wide():.0%}"
         for name in sorted(set(self.protected_layers.values())):
             layers = [str(i) for i, own in sorted(self.protected_layers.items()) if own == name]
-            lines.append(f"kept in {name}, as their keys can't take {self.kv_cache_dtype}: layers {', '.join(layers)}")
+            why = f"as they see few tokens, or their keys can't take {self.kv_cache_dtype}"
+            lines.append(f"kept in {name}, {why}: layers {', '.join(layers)}")
         if self.unsettled_layers:
             tells = f"a prompt of {MIN_TOKENS} tokens shows whether their keys can take {self.kv_cache_dtype}"
             lines.append(f"kept in int8 until {tells}: {self.unsettled_layers} layers")

@@ -59,7 +59,8 @@ def token_by_token(model, ids: torch.Tensor, **options) -> torch.Tensor:
     """Log-probabilities `[length - 1, vocabulary]` of what follows each token, one forward a token."""
     with hf_turbo.patched(model, **options), torch.no_grad():
         handle = handle_of(model)  # single tokens are too short a prompt to settle what keys can take
-        handle.pool.formats |= dict.fromkeys(range(len(handle.sliding_windows)), options.get("kv_cache_dtype"))
+        unsettled = set(range(len(handle.sliding_windows))) - handle.pool.formats.keys()
+        handle.pool.formats |= dict.fromkeys(unsettled, options.get("kv_cache_dtype"))
         cache = hf_turbo.paged_cache(model)
         steps = [forward(model, ids[None, i : i + 1], cache).logits[0, 0] for i in range(len(ids) - 1)]
         assert not options or any(group.table.codes.rows[0] for group in cache.groups.values())

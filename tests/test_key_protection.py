@@ -116,3 +116,23 @@ def test_when_nothing_suffices(caplog):
         generate(model, prompt(1, 110), 4)
     assert hf_turbo.report(model).protected_layers[0] == "int8"
     assert any("too little, too" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind, window, short", [("int4", 110, True), ("int4", 1030, False), ("fp8", 110, False)])
+def test_layers_that_see_few_tokens(kind, window, short):
+    """They are in int8 from the beginning: in 4 bits they would cost as much as others and spare next to nothing."""
+    options = dict(sliding_window=window, max_position_embeddings=2048)
+    model = hf_turbo.patch(build("gemma3_text", **options), block_size=B, kv_cache_dtype=kind)
+    windows = handle_of(model).sliding_windows
+    few = {i: "int8" for i, w in enumerate(windows) if w == window} if short else {}
+    assert hf_turbo.report(model).protected_layers == few and (not short or 0 < len(few) < len(windows))
+    assert hf_turbo.report(model).unsettled_layers == len(windows) - len(few)
+    policy = follow_policy(build("gemma3_text", **options), kind, B)
+    policy.config.kv_policy.kinds.update(few)
+    inputs = ragged(110, 140)
+    expected = generate(policy, {**inputs, **whole_cache()}, 70).sequences
+    assert torch.equal(generate(model, inputs, 70).sequences, expected)
+    report = hf_turbo.report(model)
+    assert report.protected_layers == few and report.unsettled_layers == 0
+    assert ("see few tokens" in str(report)) == short
+    assert used_blocks(model) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from .block_group import BlockGroup, PoolSize
@@ -11,6 +12,10 @@ from .prefix_index import PrefixIndex
 
 #: Formats that not all keys can take, and what a layer's are kept as until it is settled whether they can.
 _UNTIL_SETTLED = {"int4": "int8", "fp8": "int8"}
+
+#: Layers that see no more tokens hold no more, so that 4 bits for 8 spare little of them, and cost as much as elsewhere:
+#: Gemma-3-270m, 2,048 tokens, same best token 0.958 with all in int4 and 0.979 with those of windows of 512 in int8.
+_SHORT_WINDOW = 1024
 
 
 class BlockPool:
@@ -45,6 +50,12 @@ class BlockPool:
             if sliding_window not in self.groups:
                 self.groups[sliding_window] = self._new_group(sliding_window)
             return self.groups[sliding_window]
+
+    def protect_short_windows(self, sliding_windows: Sequence[int | None]) -> None:
+        """Has layers that see few tokens kept in int8 where int4 was asked for; of each layer its window."""
+        if self.kv_cache_dtype == "int4":
+            short = [i for i, window in enumerate(sliding_windows) if window is not None and window <= _SHORT_WINDOW]
+            self.formats.update(dict.fromkeys(short, "int8"))
 
     def all_groups(self) -> list[BlockGroup]:
         """The groups of all windows, and those of their codes."""
