@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ class HandsOn(LlamaForCausalLM):
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
         output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        return Moved(**output, rope_deltas=self.model.rope_deltas)
+        return Moved(**output, rope_deltas=getattr(self.model, "rope_deltas", None))
 
 
 class Reads(HandsOn):
@@ -111,6 +111,15 @@ class Reads(HandsOn):
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
         if position_ids is not None:
+            position_ids = position_ids + self.model.rope_deltas
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+class ReadsOfTwo(HandsOn):
+    """One that does so where there are two rows."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        if position_ids is not None and len(position_ids) == 2:
             position_ids = position_ids + self.model.rope_deltas
         return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
 
@@ -132,11 +141,17 @@ def test_what_a_step_hands_on():
     _, model = moving_models(HandsOn)
     cache = generate(model, prompt(1, 9), 4)[CACHE_NAME]
     step = {"input_ids": torch.tensor([[9]]), "position_ids": torch.full((1, 1), 12), CACHE_NAME: cache}
+    model(**step)
+    for graph in steps(model)._graphs.values():
+        graph._graph.replay = lambda: None  # no Python code runs at a replay
     for moved in (-3, -7):
         model.model.rope_deltas = torch.tensor([[moved]])
         replayed = steps(model).num_replayed
         assert model(**step).rope_deltas is model.model.rope_deltas
     assert steps(model).num_dropped == 0 and steps(model).num_replayed == replayed + 1
+    del model.model.rope_deltas
+    assert model(**step).rope_deltas is None
+    assert steps(model).num_dropped > 0
 
 
 @torch.no_grad()
@@ -149,6 +164,17 @@ def test_a_step_that_reads_it_is_captured_again():
         texts.append(new_text(model, prompt(1, 9), 12))
         assert torch.equal(texts[-1], new_text(stock, prompt(1, 9), 12))
     assert steps(model).num_dropped == 2
+
+
+@torch.no_grad()
+def test_a_later_step_reads_what_an_earlier_one_does_not():
+    """What is read is the tensor that was there at the time."""
+    stock, model = moving_models(ReadsOfTwo)
+    for moved, rows, num_dropped in ((0, 1, 0), (5, 1, 0), (5, 2, 0), (9, 2, 2), (2, 1, 3)):
+        for one in (stock, model):
+            one.model.rope_deltas = torch.tensor([[moved]])
+        assert torch.equal(new_text(model, prompt(rows, 9), 6), new_text(stock, prompt(rows, 9), 6))
+        assert steps(model).num_dropped == num_dropped
 
 
 @pytest.mark.parametrize(
@@ -208,6 +234,100 @@ def test_experts_of_prompts_and_steps(monkeypatch):
     for _ in range(2):
         assert torch.equal(new_text(model, prompt(1, 9), 12), new_text(stock, prompt(1, 9), 12))
     assert steps(model).num_captured == 3 and steps(model).num_dropped == 0
+
+
+def test_experts_that_another_thread_switches(monkeypatch):
+    """While a step is looked up: `generate()` switches them at its start and end, whoever else computes."""
+    stock, model = twins("qwen3_moe", 4)
+    names, serves = itertools.cycle(["batched_mm", "grouped_mm"]), graphs.StepGraph.serves
+
+    def meanwhile(graph, *args):
+        model.set_experts_implementation(next(names))
+        return serves(graph, *args)
+
+    monkeypatch.setattr(graphs.StepGraph, "serves", meanwhile)
+    assert torch.equal(new_text(model, prompt(1, 9), 12), new_text(stock, prompt(1, 9), 12))
+    assert steps(model).num_captured == 2 and steps(model).num_dropped == 0 and not handle_of(model).stepped_aside
+
+
+@torch.no_grad()
+def test_experts_that_cannot_be_captured(monkeypatch):
+    """Say nothing of others."""
+    stock, model = twins("qwen3_moe", 4)
+    compute = graphs.StepGraph.compute
+
+    def fails(graph, *args):
+        if model.config._experts_implementation == "grouped_mm":
+            raise RuntimeError("the host is asked")
+        return compute(graph, *args)
+
+    monkeypatch.setattr(graphs.StepGraph, "compute", fails)
+    for name, captured in (("grouped_mm", 0), ("batched_mm", 1), ("grouped_mm", 1), ("batched_mm", 1)):
+        model.set_experts_implementation(name)
+        assert torch.equal(new_text(model, prompt(1, 9), 12), new_text(stock, prompt(1, 9), 12))
+        assert steps(model).num_captured == captured and steps(model).is_refused == (name == "grouped_mm")
+    assert list(handle_of(model).stepped_aside.values()) == [1] and steps(model).num_dropped == 0
+
+
+# Who is not served
+
+
+@torch.no_grad()
+def test_a_step_that_is_to_give_a_tuple():
+    """Is the model's own, and keeps none from being captured."""
+    _, model = twins("llama", 4)
+    cache = generate(model, prompt(1, 9), 4)[CACHE_NAME]
+    step = {"input_ids": torch.tensor([[9]]), "position_ids": torch.full((1, 1), 12), CACHE_NAME: cache}
+    assert isinstance(model(**step, return_dict=False), tuple)
+    captured, replayed = steps(model).num_captured, steps(model).num_replayed
+    new_text(model, prompt(1, 9), 4)
+    assert (steps(model).num_captured, steps(model).num_replayed) == (captured, replayed + 3)
+    assert not handle_of(model).stepped_aside
+
+
+@torch.no_grad()
+def test_another_models_cache():
+    """Its blocks are another pool's."""
+    stock, model = twins("llama", 4)
+    other = hf_turbo.patch(build("llama"), block_size=4)
+    ids, step = prompt(2, 9), prompt(2, 1, seed=1)
+    generate(model, ids, 4)
+    cache = hf_turbo.paged_cache(other)
+    model(ids, **{CACHE_NAME: cache})
+    places = torch.full((2, 1), 9)
+    before = steps(model).num_captured, steps(model).num_replayed
+    logits = model(step, position_ids=places, **{CACHE_NAME: cache}).logits
+    torch.testing.assert_close(logits, stock(torch.cat([ids, step], 1)).logits[:, -1:], rtol=1e-4, atol=1e-4)
+    assert (steps(model).num_captured, steps(model).num_replayed) == before
+    assert used_blocks(model) == 0 < used_blocks(other)
+
+
+@pytest.mark.parametrize("moved", ["k_segments", "v_segments", "segment_offsets", None])
+def test_blocks_that_lie_elsewhere(moved):
+    """A graph has the places of the first of them, and of what leads to the others."""
+    _, model = twins("llama", 4)
+    cache = generate(model, prompt(1, 9), 4)[CACHE_NAME]
+    [graph] = steps(model)._graphs.values()
+    assert graph.serves(cache)
+    if moved:
+        store = cache.layers[1].store
+        there = getattr(store.kv, moved)
+        newest = there.clone() if isinstance(there, torch.Tensor) else tuple(x.clone() for x in there)
+        store.kv = replace(store.kv, **{moved: newest})
+    cache.layers[1].group.table.group.manager.version += 1
+    assert graph.serves(cache) == (moved is None)
+
+
+def test_the_last_position_of_another_call():
+    """Does not limit those that have none."""
+    _, model = twins("llama", 4)
+    new_text(model, prompt(1, 9), 4)
+    [graph] = steps(model)._graphs.values()
+    places = []
+    for limit in (None, 12, 15, None, None):
+        graph.limit(None if limit is None else torch.tensor(limit))
+        places.append(graph.last_position.item())
+    assert places[1:3] == [12, 15] and {places[0], *places[3:]} == {2**63 - 1}
 
 
 # How many

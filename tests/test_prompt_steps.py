@@ -252,6 +252,18 @@ def test_prompts_that_go_the_models_own_way(captured, monkeypatch):
     assert steps.num_prompts == 1
 
 
+@torch.no_grad()
+def test_what_encoders_have_made_of_a_text(captured):
+    """Nothing: newer releases of Transformers say so by an empty dict, others do not."""
+    stock, model = twins("llama", 4)
+    steps, ids = captured(model), prompt(2, 9)
+    for given, num_graphs in (({"said": True}, 0), ({}, 1)):
+        cache = hf_turbo.paged_cache(model)
+        logits = model(ids, logits_to_keep=1, encoder_outputs=given, **{CACHE_NAME: cache}).logits
+        torch.testing.assert_close(logits, stock(ids, logits_to_keep=1).logits, rtol=1e-4, atol=1e-4)
+        assert len(steps.graphs) == num_graphs
+
+
 def test_what_an_ordinary_prompt_is():
     _, model = twins("llama", 4)
     cache = hf_turbo.paged_cache(model)

@@ -209,6 +209,28 @@ def test_memory_that_was_moved_stays_seen(captures):
 
 
 @torch.no_grad()
+def test_room_for_tokens_that_the_host_does_not_know():
+    """A graph serves rows only as far as its tables reach: with their next token, and those under way."""
+    handle = handle_of(model := hf_turbo.patch(build("llama"), block_size=4))
+    cache, ids = hf_turbo.paged_cache(model), torch.full((1, 9), 5)
+    model(ids, **{CACHE_NAME: cache})
+    inputs = StepInputs.of({"input_ids": ids[:, :1]})
+    graph = Step(handle.pool, handle.sliding_windows, STEP_RULES, inputs, {None: 3})  # 12 tokens
+    graph._versions = {None: handle.pool.group(None).version}
+    assert [graph.serves(cache, ahead) for ahead in range(4)] == [True, True, True, False]
+
+
+def test_the_last_position_of_drafts():
+    """Of one call, not of the next one that has none."""
+    handle = handle_of(hf_turbo.patch(build("llama"), block_size=4))
+    graph = Step(handle.pool, handle.sliding_windows, STEP_RULES, inputs_of(2), {None: 3})
+    largest = torch.iinfo(torch.int64).max
+    for limit in (None, 7, 5, None, None, 3):
+        graph.limit(None if limit is None else torch.tensor(limit))
+        assert graph.last_position.tolist() == [largest if limit is None else limit]
+
+
+@torch.no_grad()
 def test_a_packed_step_gives_logits_of_the_rows_that_are_wanted():
     """Other rows each time: the graph reads which."""
     model = build("llama")

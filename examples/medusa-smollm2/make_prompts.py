@@ -339,7 +339,8 @@ def runs(text: str, length: int = 8) -> Iterator[tuple[str, ...]]:
 
 def read_lines(path: Path, take: Callable[[dict[str, Any]], Any]) -> list[Any]:
     """What is taken of each of a file's JSON lines."""
-    return [take(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # not `splitlines`, which divides at what a JSON string may hold
+        return [take(json.loads(line)) for line in file]
 
 
 def load(model: str | None) -> tuple[Any, Any]:

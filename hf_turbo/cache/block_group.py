@@ -92,7 +92,11 @@ class LayerStore:
                 self.kv = None  # no block is in use: what was dropped goes before anything new is made
             with torch.inference_mode(False):  # they outlive the call, and may be written to outside of that mode
                 k, v = (self._segments(ts, segment_sizes, n) for ts, n in zip(old, self.sizes, strict=True))
-                self.kv = LayerKV.of(k, v, offsets)  # the offsets stay where they are: captured kernels read them
+                # Offsets stay where they are: captured kernels read them. But where the first segment goes, from which
+                # they count, what is under way may still read the old ones.
+                if offsets is not None and kept[:1] == [False]:
+                    offsets = offsets.clone()
+                self.kv = LayerKV.of(k, v, offsets)
         return self.kv
 
     def _segments(self, old: list[torch.Tensor], sizes: list[int], size: int) -> tuple[torch.Tensor, ...]:

@@ -103,9 +103,11 @@ class BlockTable:
         for row in leaders:
             if old_lens[row] == 0:
                 self.first[row] = keep_from[row] // size
-            self._give_up_before(row, keep_from[row] // size)
-            held = self.first[row] + len(self.rows[row])
-            wanted[row] = max(self.num_blocks(new_lens[row]) - held, 0)
+            if keep_from[row] >= size:
+                self._give_up_before(row, keep_from[row] // size)
+            held = (self.first[row] + len(self.rows[row])) * size
+            if new_lens[row] > held:
+                wanted[row] = self.num_blocks(new_lens[row] - held)
         own = [row for row in leaders if self._writes_to_shared(row, old_lens[row], new_lens[row])]
         room = sum(max(wanted[row], copies_per_row * self.reserve) for row in leaders if not self.rows[row])
         self.group.ensure_free(max(sum(wanted) + len(own), room))
@@ -135,11 +137,12 @@ class BlockTable:
 
     def truncate(self, new_lens: Sequence[int]) -> None:
         """Frees the blocks past the new lengths."""
-        for row, length in enumerate(new_lens):
-            keep = max(self.num_blocks(length) - self.first[row], 0)
-            if keep < len(self.rows[row]):
-                self.group.release(self.rows[row][keep:])
-                del self.rows[row][keep:]
+        size = self.group.block_size
+        for length, first, blocks in zip(new_lens, self.first, self.rows, strict=True):
+            if blocks and length <= (first + len(blocks) - 1) * size:
+                keep = max(self.num_blocks(length) - first, 0)
+                self.group.release(blocks[keep:])
+                del blocks[keep:]
 
     def give_up_before(self, tokens: Sequence[int]) -> None:
         """Frees the blocks that end before these tokens."""

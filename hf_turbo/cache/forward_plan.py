@@ -72,7 +72,7 @@ class RowLayout:
 
     def lengths(self, num_columns: int) -> list[int]:
         """Stored tokens of each row after so many columns."""
-        return [max(num_columns - pad, 0) for pad in self.padding]
+        return [num_columns - pad if pad < num_columns else 0 for pad in self.padding]  # the engine asks often
 
     def left_padding(self) -> list[int]:
         """Leading columns of each row that the first mask called padding."""

@@ -136,7 +136,9 @@ class LayerGroup:
     def code_prompts(self, lengths: Sequence[int]) -> None:
         """Of a quantized cache: makes codes of prompts of these lengths that a captured step has stored wide."""
         if isinstance(self.table, CodedTable):
-            self.table.code_prompts(lengths, _first_kept(lengths, self.window_kept), self._quantize)
+            # What is kept for other texts is all of the prompt.
+            window = None if self.table.group.keeps_texts else self.window_kept
+            self.table.code_prompts(lengths, _first_kept(lengths, window), self._quantize)
 
     def keep(self, lengths: Sequence[int], num_columns: int, may_shrink: bool) -> None:
         """Forgets each row's tokens after these lengths, of what the last forward brought; the layout knows already.

@@ -349,7 +349,7 @@ class PagedCache(Cache):
     def _count(self, lengths: Sequence[int]) -> None:
         """Adds up drafted tokens that stay."""
         before = self.layout.lengths(self.get_seq_length())
-        num_new = sum(max(new - old, 0) for new, old in zip(lengths, before, strict=True))
+        num_new = sum([new - old for new, old in zip(lengths, before, strict=True) if new > old])
         for group in self.groups.values():
             group.table.group.stored_tokens += num_new
 

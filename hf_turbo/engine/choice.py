@@ -204,11 +204,15 @@ class Chooser:
         """Lets go of the last takers."""
         self._party = _Party.of([])
 
+    def needs_logits(self, options: RequestOptions) -> bool:
+        """Whether of such a request's logits more is asked for than what is likeliest."""
+        return self._return_logprobs or not options.takes_likeliest
+
     def choose(self, logits: torch.Tensor, takers: Sequence[Taker]) -> Chosen:
         """The next tokens. They are put behind the texts of the requests that keep these.
 
         Args:
-            logits: `[rows, vocabulary]` of any dtype.
+            logits: `[rows, vocabulary]` of any dtype; or, where nobody needs them, what is likeliest: int64 `[rows]`.
             takers: whose the rows are, in their order: one for each sequence. A request is there once. Not to be
                 changed afterwards.
 
@@ -222,7 +226,12 @@ class Chooser:
             raise ValueError(f"{len(logits)} rows of logits for {party.num_rows} sequences")
         for choice, live in party.traced:
             choice.start(live)
-        chosen = self._choose(logits, takers) if party.are_alike else self._choose_by_group(logits, takers, party.sizes)
+        if logits.dim() == 1:
+            chosen = Chosen(logits)
+        elif party.are_alike:
+            chosen = self._choose(logits, takers)
+        else:
+            chosen = self._choose_by_group(logits, takers, party.sizes)
         if any(choice.keeps_texts for choice, _ in party.traced):
             for (choice, _), tokens in zip(takers, chosen.tokens.split(party.sizes), strict=True):
                 choice.append(tokens)
@@ -241,7 +250,7 @@ class Chooser:
     def _choose(self, logits: torch.Tensor, takers: Sequence[Taker]) -> Chosen:
         """The tokens of one group."""
         options = takers[0][0].options
-        if options.takes_likeliest and not self._return_logprobs:
+        if not self.needs_logits(options):
             return Chosen(argmax(logits))  # that of rounded numbers is that of the same numbers in fp32
         chosen = Chosen(torch.empty(0))
         scores = _scores(logits, takers, chosen.errors)

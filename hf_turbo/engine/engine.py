@@ -67,6 +67,8 @@ class Engine:
         self._choices: dict[Request, RequestChoice] = {}
         #: Those of which all tokens must have been read before the next is chosen.
         self._held_back: set[Request] = set()
+        #: Those for which the likeliest tokens are not all that is asked for.
+        self._need_logits: set[Request] = set()
         #: Tokens that end the text of a request, or did so of one that was there with these.
         self._ends: set[int] = set()
         self._under_way: deque[tuple[Batch, Letter]] = deque()
@@ -100,6 +102,8 @@ class Engine:
             self._choices[request] = choice
             if not choice.may_go_ahead:
                 self._held_back.add(request)
+            if self._chooser.needs_logits(request.options):
+                self._need_logits.add(request)
             request.quiet_below = request.options.stops.quiet_below
             self._ends |= request.options.stops.ends
             self._steady = None
@@ -200,11 +204,11 @@ class Engine:
             self._steady = None
             return False
         self._steady_left = None if left is None else left - 1
-        logits = self._timed(self._forwards.step, self._newest.tokens)
+        result = self._timed(self._forwards.step, self._newest.tokens, not self._need_logits)
         self._saw(batch.sequences, is_step=True)
         for sequence in batch.sequences:
             sequence.num_cached += 1
-        self._choose(batch, logits)
+        self._choose(batch, result)
         return True
 
     def _launch(self, shares: Many[Share]) -> Batch:
@@ -223,20 +227,20 @@ class Engine:
                 self._num_prompt += num_tokens
                 if num_tokens > 1:
                     chunks.append(sequence)
-        logits = self._compute(by_row, ready, wanted)
+        result = self._compute(by_row, ready, wanted)
         for sequence, num_tokens in by_row:
             sequence.num_cached += num_tokens
         self._memory.keep(chunks)  # what comes next may begin like these
         batch, rows = self._batch(ready)
         if batch.sequences:
-            if rows is not None and rows != list(range(len(logits))):
-                logits = logits.index_select(0, ints_to_device(rows, logits.device))
-            self._choose(batch, logits)
+            if rows is not None and rows != list(range(len(result))):
+                result = result.index_select(0, ints_to_device(rows, result.device))
+            self._choose(batch, result)
         return batch
 
-    def _choose(self, batch: Batch, logits: torch.Tensor) -> None:
-        """Chooses a token for each of a batch's sequences, and sends it home."""
-        chosen = self._chooser.choose(logits, batch.takers)
+    def _choose(self, batch: Batch, result: torch.Tensor) -> None:
+        """Chooses a token for each of a batch's sequences by what forwards gave for each, and sends it home."""
+        chosen = self._chooser.choose(result, batch.takers)
         for sequence in batch.sequences:
             sequence.num_unknown += 1
         batch.traced = [choice for choice, _ in self._chooser.traced]
@@ -248,7 +252,7 @@ class Engine:
                 self._end(request, Status.FAILED, error)
 
     def _compute(self, shares: Many[Share], ready: Many[Sequence], wanted: Many[int]) -> torch.Tensor:
-        """The logits after the last token of each sequence that is ready, `[ready, vocabulary]`.
+        """What `RowForwards.packed` gives for the last token of each sequence that is ready.
 
         Args:
             shares: in the order of their rows.
@@ -258,17 +262,17 @@ class Engine:
         tokens = self._newest.tokens_of(shares)
         num_rows = self._forwards.num_rows
         if len(shares) == len(tokens) == num_rows:
-            logits = self._timed(self._forwards.step, tokens)
+            result = self._timed(self._forwards.step, tokens, not self._need_logits)
             self._saw(ready, is_step=True)
             if len(ready) == num_rows:
-                return logits
-            return logits.index_select(0, ints_to_device(wanted, logits.device))
+                return result
+            return result.index_select(0, ints_to_device(wanted, result.device))
         q_lens = [0] * num_rows
         for sequence, num_tokens in shares:
             q_lens[sequence.held_row] = num_tokens
-        logits = self._timed(self._forwards.packed, tokens, q_lens, wanted)
+        result = self._timed(self._forwards.packed, tokens, q_lens, wanted, not self._need_logits)
         self._saw(ready, is_step=False)
-        return logits
+        return result
 
     def _saw(self, ready: Many[Sequence], is_step: bool) -> None:
         if self._drafted is not None:
@@ -408,6 +412,7 @@ class Engine:
         self.metrics.note_end(status)
         self._choices.pop(request, None)
         self._held_back.discard(request)
+        self._need_logits.discard(request)
         if not self._choices:
             self._ends = set()
             self._chooser.forget()
@@ -431,7 +436,6 @@ class Engine:
         for gap, count in self._gaps.items():
             metrics.note_token_gap(gap, count)
         metrics.waiting, metrics.running = self.scheduler.num_waiting, self.scheduler.num_running
-        managers = [group.manager for group in groups]
-        metrics.blocks_used = sum([manager.num_used for manager in managers])
-        metrics.blocks_cached = sum([manager.num_cached for manager in managers])
-        metrics.blocks_total = sum([manager.num_blocks for manager in managers])
+        metrics.blocks_used = sum([group.manager.num_used for group in groups])
+        metrics.blocks_cached = sum([group.manager.num_cached for group in groups])
+        metrics.blocks_total = sum([group.manager.num_blocks for group in groups])

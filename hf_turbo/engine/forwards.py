@@ -16,11 +16,14 @@ from ..compat import CACHE_NAME
 from ..generation.step import makes_stock_steps
 from ..modeling.head_input import HeadInput
 from ..modeling.model_state import has_experts, why_not_together
-from ..modeling.step_graph import MAX_PACKED_EXPERTS, MAX_PACKED_ROWS, MAX_PACKED_SEQS
-from ..ops.dispatch import uses_triton
+from ..modeling.step_graph import MAX_PACKED_EXPERTS, MAX_PACKED_ROWS, MAX_PACKED_SEQS, StepGraph
+from ..ops.dispatch import argmax, uses_triton
 from ..ops.transfer import ints_to_device
 
 _ONE_TOKEN = TokenTree.chain(0)
+
+#: What captured steps are asked for beside their logits.
+_LIKELIEST = "likeliest"
 
 #: Whether a model has changed is seen at one captured step in so many.
 _LOOK_EVERY = 16
@@ -55,7 +58,7 @@ class RowForwards:
         self._num_forwards = 0
         config = self._handle.config
         #: Whether forwards of few tokens are captured, those included to which rows bring different numbers of them.
-        self.captures = uses_triton(self.device) and config.cuda_graphs and config.kv_cache_dtype is None
+        self.captures = uses_triton(self.device) and config.cuda_graphs
         self._has_experts = has_experts(model)
         self.cache = self._new_cache()
 
@@ -85,41 +88,61 @@ class RowForwards:
             self.renew()
         self._handle.packs_rows = True
 
-    def packed(self, tokens: torch.Tensor, q_lens: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    def packed(
+        self, tokens: torch.Tensor, q_lens: Sequence[int], wanted: Sequence[int], likeliest: bool = False
+    ) -> torch.Tensor:
         """Computes so many tokens of each row in one forward.
 
         Args:
             tokens: int64 `[total]`, row after row.
             q_lens: how many of each row of the cache.
             wanted: indices of the tokens after which logits are asked for.
+            likeliest: the likeliest tokens will do.
 
         Returns:
-            `[len(wanted), vocabulary]`.
+            Logits `[len(wanted), vocabulary]`. Where the likeliest tokens do and captured steps say them: int64
+            `[len(wanted)]`, those tokens.
         """
         before = self.cache.lengths
         places = [place for start, n in zip(before, q_lens, strict=True) for place in range(start, start + n)]
-        positions, keep = ints_to_device(places, self.device), ints_to_device(wanted, self.device)
+        positions = ints_to_device(places, self.device)
         dim = 1 if self._captures(len(tokens)) else 0  # a row of the batch for each token
         kwargs: dict[str, Any] = {"input_ids": tokens.unsqueeze(dim), "position_ids": positions.unsqueeze(dim)}
         picks = self._picks_logits and dim == 0
         if picks:
-            kwargs["logits_to_keep"] = keep
+            kwargs["logits_to_keep"] = ints_to_device(wanted, self.device)
         with self._of_rows(packed=list(q_lens), wanted=list(wanted)):
-            logits = self._forward(kwargs)
+            result = self._replay(kwargs) if likeliest and dim == 1 else None
+            if result is None:
+                result = self._forward(kwargs)
         self.cache.keep([start + n for start, n in zip(before, q_lens, strict=True)])
+        if result.dim() == 1:
+            return result[: len(wanted)]
         if picks:
-            return logits[0]
+            return result[0]
         if self.watch is not None and self.watch.value is not None:
             hidden = self.watch.value
+            keep = ints_to_device(wanted, self.device)
             self.watch.value = hidden.reshape(1, -1, hidden.shape[-1]).index_select(1, keep)
-        rows = logits.reshape(-1, logits.shape[-1])
-        return rows if len(rows) == len(wanted) else rows.index_select(0, keep)  # a captured step gives no others
+        rows = result.reshape(-1, result.shape[-1])
+        if len(rows) == len(wanted):  # a captured step gives no others
+            return rows
+        return rows.index_select(0, ints_to_device(wanted, self.device))
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """One token of every row, int64 `[rows]`: a decode step. Returns logits `[rows, vocabulary]`."""
-        logits = self.verify(_ONE_TOKEN, tokens.unsqueeze(1))[:, 0]
-        self.cache.keep([length + 1 for length in self.cache.lengths])
-        return logits
+    def step(self, tokens: torch.Tensor, likeliest: bool = False) -> torch.Tensor:
+        """One token of every row, int64 `[rows]`: a decode step.
+
+        Args:
+            likeliest: as of `packed`, which says what comes back, too: of all rows.
+        """
+        lengths = self.cache.lengths
+        positions = ints_to_device(lengths, self.device)
+        kwargs = {"input_ids": tokens.unsqueeze(1), "position_ids": positions.unsqueeze(1)}
+        with self._of_rows(tree=_ONE_TOKEN):
+            result = self._replay(kwargs) if likeliest else None
+            result = self._forward(kwargs)[:, 0] if result is None else result[: len(tokens)]
+        self.cache.keep([length + 1 for length in lengths])
+        return result
 
     def verify(
         self, tree: TokenTree, tokens: torch.Tensor, last_positions: Sequence[int] | None = None
@@ -147,8 +170,16 @@ class RowForwards:
         most = MAX_PACKED_EXPERTS if self._has_experts else MAX_PACKED_ROWS
         if not self.captures or num_tokens > most or self.num_rows > MAX_PACKED_SEQS:
             return False
-        # What the first forward tells of the model, it tells in the model's own way.
-        return self.cache.num_columns > 0 and not self._handle.steps.is_refused
+        return self._knows_model() and not self._handle.steps.is_refused
+
+    def _knows_model(self) -> bool:
+        """Whether a forward has nothing to tell of the model that it tells in the model's own way alone."""
+        cache, pool = self.cache, self.cache.pool
+        if any(cache.lengths):  # beside others' tokens no prompt says what the layers' codes are to be
+            return True
+        cache.adopt_stores()
+        stores_are_there = all(layer.store is not None and pool.is_settled(layer.layer_idx) for layer in cache.layers)
+        return stores_are_there and self._handle.packs_rows
 
     def _new_cache(self) -> PagedCache:
         cache: PagedCache = self._handle.new_cache()
@@ -164,15 +195,37 @@ class RowForwards:
             RuntimeError: the model is not patched any more as it was: the forward may have been half of each kind.
         """
         try:
-            output = self._model(**kwargs, **{CACHE_NAME: self.cache}, use_cache=True, return_dict=True)
+            output = self._model(**self._arguments(kwargs))
         except Exception as error:
             self._check_patched(error)
             raise
+        self._note_forward()
+        return output.logits
+
+    @torch.no_grad()
+    def _replay(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The likeliest tokens, int64 `[rows, or more]`, by captured steps that are there already; None: none are.
+
+        Two graphs: the step, and what is likeliest of its logits, which nobody needs to see.
+        """
+        if self.watch is not None or not self.captures or self._handle.steps.is_refused:
+            return None
+        followed = self._handle.steps.run_drafts(
+            self.cache, self._arguments(kwargs), None, None, 0, _LIKELIEST, _likeliest
+        )
+        if followed is None:
+            return None
+        self._note_forward()
+        return followed.result
+
+    def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**kwargs, CACHE_NAME: self.cache, "use_cache": True, "return_dict": True}
+
+    def _note_forward(self) -> None:
         self._check_patched()
         # No code of the user's runs between the steps, but other threads' may.
         self._num_forwards += 1
         self.cache.model_is_as_it_was = self._num_forwards % _LOOK_EVERY != 0
-        return output.logits
 
     def _check_patched(self, cause: Exception | None = None) -> None:
         if getattr(self._model, "_hf_turbo", None) is not self._handle:
@@ -190,3 +243,9 @@ class RowForwards:
             yield
         finally:
             layout.tree, layout.packed, layout.wanted, layout.only_ones_follow = None, None, [], False
+
+
+def _likeliest(graph: StepGraph) -> torch.Tensor:
+    """The likeliest token of each row of a captured step's logits, int64 `[rows]`."""
+    output: Any = graph.output
+    return argmax(output.logits.flatten(0, 1))

@@ -74,8 +74,9 @@ class EngineMetrics:
         host_seconds: the part of these in which the engine's own code ran: plans, the choice of tokens (with the
             launches that it takes), transfers, tokens taken in, what is kept for other texts, the look at the model.
             That is time of the clock as well: a wait for the interpreter while another thread has it, or for a lock,
-            counts. Left out are calls of the model's forward, with all that the cache does for them on the host, and
-            the wait for a step's tokens. With a GPU it is mostly hidden: the next step's work is done while one runs.
+            counts. Left out are calls of the model's forward, with all that the cache does for them on the host and
+            the likeliest tokens where captured steps say them, and the wait for a step's tokens. With a GPU it is
+            mostly hidden: the next step's work is done while one runs.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

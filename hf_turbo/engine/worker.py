@@ -250,9 +250,8 @@ class Worker:
             for group in groups:
                 self._add(group)
             for submission in cancelled:
-                if not submission.request.is_over:
-                    self.engine.cancel(submission.request)
-                    self._tell([submission.request])
+                self.engine.cancel(submission.request)
+                self._tell([submission.request])
             if self.engine.has_work:
                 self._tell(self.engine.step())
         return True

@@ -12,9 +12,11 @@ from ..ops.attention_config import next_power_of_2
 
 
 @cache
-def _mail(device: torch.device) -> torch.cuda.Stream:
-    """On which a device's letters go home: in the steps' own stream the next step would wait for the copy."""
-    return torch.cuda.Stream(device)
+def _mail(steps: torch.cuda.Stream) -> torch.cuda.Stream:
+    """On which letters of one stream's steps go home: in that stream itself the next step would wait for the copy."""
+    # PyTorch hands out the same few streams again and again. Those of a high priority are others than graphs are
+    # captured on, perhaps by another thread just now.
+    return torch.cuda.Stream(steps.device, priority=-1)
 
 
 class Letter:
@@ -24,6 +26,7 @@ class Letter:
         self._sent: tuple[torch.Tensor | None, ...] = ()  # which nobody else may write to while they are copied
         self._at_home: list[torch.Tensor | None] = []
         self._memory: dict[int, torch.Tensor] = {}  # pinned: getting it takes longer than a small copy
+        self._written: torch.cuda.Event | None = None  # when the tensors were; events are used again, too
         self._arrived: torch.cuda.Event | None = None
 
     def send(self, *tensors: torch.Tensor | None) -> Letter:
@@ -35,13 +38,15 @@ class Letter:
         if device.type != "cuda":
             self._at_home = [None if x is None else x.cpu() for x in tensors]
             return self
-        if self._arrived is None:
-            self._arrived = torch.cuda.Event()
+        if self._written is None or self._arrived is None:
+            self._written, self._arrived = torch.cuda.Event(), torch.cuda.Event()
         if not self._fits(tensors):
             self._at_home = [None if x is None else self._place_for(i, x) for i, x in enumerate(tensors)]
         self._sent = tensors
-        mail = _mail(device)
-        mail.wait_stream(torch.cuda.current_stream(device))
+        steps = torch.cuda.current_stream(device)
+        mail = _mail(steps)
+        self._written.record(steps)
+        mail.wait_event(self._written)
         with torch.cuda.stream(mail):
             for home, x in zip(self._at_home, tensors, strict=True):
                 if home is not None and x is not None:

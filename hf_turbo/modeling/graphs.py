@@ -69,8 +69,8 @@ class StepGraphs:
         self._graphs: OrderedDict[Any, StepGraph] = OrderedDict()
         self._lock = threading.RLock()
         self._state: CapturedState | None = None
-        #: Why steps can't be captured, and those with prompts, which have other tensors.
-        self._refusals: dict[bool, str] = {}
+        #: Why steps can't be captured, and those with prompts, which have other tensors; by what computes experts.
+        self._refusals: dict[tuple[bool, tuple[Any, ...]], str] = {}
         #: Whether there was too little memory to record what follows a step.
         self._refuses_followers = False
         self._pool: Any = None
@@ -84,7 +84,8 @@ class StepGraphs:
     @property
     def is_refused(self) -> bool:
         """Whether steps of the model, as it was last, can't be captured, or not those with prompts."""
-        return bool(self._refusals) or self._num_wasted >= _MAX_WASTED
+        refused = {experts for _, experts in list(self._refusals)}
+        return self._experts in refused or self._num_wasted >= _MAX_WASTED
 
     @property
     def num_graphs(self) -> int:
@@ -140,11 +141,12 @@ class StepGraphs:
             return None
         device = inputs.tensors["input_ids"].device
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            graph = self._graphs.get(self._key(inputs))
+            place = self._key(inputs)
+            graph = self._graphs.get(place)
             if graph is None or self._state is None or not self._state.same_memory() or not graph.serves(cache):
                 return None
             tables = rows.advance(origins)
-            self._graphs.move_to_end(self._key(inputs))
+            self._graphs.move_to_end(place)
             self._order_streams()
             graph.load(cache, inputs, tables, rows.code_tables)
             self.num_replayed += 1
@@ -162,8 +164,10 @@ class StepGraphs:
     ) -> Followed | None:
         """Verifies drafts by a graph that is there already, and computes what follows by another.
 
+        Or computes what rows that don't draft bring, and what follows.
+
         Args:
-            cache: whose `layout` knows the tree.
+            cache: whose `layout` knows the tree, or what each row brings.
             kwargs: as of `run`.
             lengths: tokens of each row, int64 `[rows]`, where forwards are under way; None: the host knows them.
             last_position: of drafts, int64 `[]`; None without a limit.
@@ -178,23 +182,19 @@ class StepGraphs:
             return None
         device = inputs.tensors["input_ids"].device
         with self._lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            graph = self._graphs.get(self._key(inputs))
+            place = self._key(inputs)
+            graph = self._graphs.get(place)
             if graph is None or self._state is None or not self._state.same_memory():
                 return None
             if self._refuses_followers and not graph.has_follower(key):
                 return None
-            if is_first and not self._takes_mask(cache, kwargs.get("attention_mask"), inputs):
-                return None
             cache.advance(ahead)
-            if not graph.serves_ahead(cache, ahead):
+            if not graph.serves(cache, ahead):
                 return None
-            self._graphs.move_to_end(self._key(inputs))
+            self._graphs.move_to_end(place)
             self._order_streams()
             graph.load(cache, inputs, lengths=lengths)
-            if last_position is None:
-                graph.last_position.fill_(torch.iinfo(torch.int64).max)  # another call's may be there
-            else:
-                graph.last_position.copy_(last_position)
+            graph.limit(last_position)
             result = self._follow(graph, key, follower)
             if is_first and not self._state.unchanged():  # looked at while the GPU works
                 self._drop_changed()
@@ -212,7 +212,7 @@ class StepGraphs:
             if graph.turn != last.turn or self._state is None or not self._state.same_memory():
                 return None
             cache.advance(ahead)
-            if not graph.serves_ahead(cache, ahead):
+            if not graph.serves(cache, ahead):
                 return None
             self._order_streams()
             graph.load_tables(cache)
@@ -255,7 +255,7 @@ class StepGraphs:
         )
 
     def _is_allowed(self, is_packed: bool) -> bool:
-        if self._refusals.keys().isdisjoint((False, is_packed)):
+        if self._refusals.keys().isdisjoint(((False, self._experts), (is_packed, self._experts))):
             return True
         if self._state is not None and self._state.unchanged():
             return False
@@ -282,9 +282,10 @@ class StepGraphs:
         if self._graphs and (self._state is None or not self._state.same_memory()):
             self._drop_changed()
         cache.advance()
-        graph = self._graphs.get(self._key(inputs))
+        place = self._key(inputs)
+        graph = self._graphs.get(place)
         if graph is not None and not graph.serves(cache):
-            del self._graphs[self._key(inputs)]
+            del self._graphs[place]
             self.num_dropped += 1
             graph = None
         if graph is None:
@@ -292,7 +293,7 @@ class StepGraphs:
                 return None
             result = self._capture(model, forward, cache, inputs)
         else:
-            self._graphs.move_to_end(self._key(inputs))
+            self._graphs.move_to_end(place)
             self._order_streams()
             graph.load(cache, inputs)
             result = graph.replay(cache, inputs.num_rows)
@@ -307,8 +308,13 @@ class StepGraphs:
         return result
 
     def _key(self, inputs: StepInputs) -> tuple[Any, ...]:
-        """Under which a graph for these inputs is kept."""
-        return *inputs.key, () if self._state is None else self._state.experts
+        """Under which a graph for these inputs is kept. Once a call: other threads' `generate()` switches experts."""
+        return *inputs.key, self._experts
+
+    @property
+    def _experts(self) -> tuple[Any, ...]:
+        state = self._state
+        return () if state is None else state.experts
 
     def _capture(self, model: Any, forward: Forward, cache: PagedCache, inputs: StepInputs) -> ModelOutput | None:
         """The first step with these inputs: computed, then captured for the next ones."""
@@ -316,7 +322,7 @@ class StepGraphs:
             self._drop_changed()  # one state stands for all graphs
         if self._state is None:
             self._state = CapturedState(model)
-        is_packed = inputs.packed is not None
+        place, is_packed = self._key(inputs), inputs.packed is not None
         reason = why_not_captured(model)
         if reason is not None:
             self._refuse(reason)
@@ -351,7 +357,7 @@ class StepGraphs:
         alike = [key for key, one in self._graphs.items() if one.is_packed == is_packed]
         for key in alike[: max(len(alike) + 1 - MAX_GRAPHS, 0)]:
             del self._graphs[key]
-        self._graphs[self._key(inputs)] = graph
+        self._graphs[place] = graph
         self.num_captured += 1
         graph.num_bytes = max(torch.cuda.memory_reserved() - before, 0)
         if cache.num_columns and not graph.serves(cache):
@@ -365,7 +371,7 @@ class StepGraphs:
             result = graph.follow(key, follower, self._pool, _capture_stream(graph.device))
         except torch.OutOfMemoryError:
             self._refuses_followers = True
-            self._owner.step_aside("drafts wait for the host: there is too little memory to record what follows them")
+            self._owner.step_aside("what follows a step waits for the host: there is too little memory to record it")
             return None
         return Followed(result, graph, key, follower, graph.turn)
 
@@ -379,7 +385,7 @@ class StepGraphs:
             self._owner.step_aside("decode steps are not captured any more: the model changes every few steps")
 
     def _refuse(self, reason: str, is_packed: bool = False) -> None:
-        self._refusals[is_packed] = reason
+        self._refusals[is_packed, self._experts] = reason
         self._owner.step_aside(f"{'prompts' if is_packed else 'decode steps'} are not captured: {reason}")
 
     def _columns(self, model: Any, cache: PagedCache) -> dict[int | None, int]:

@@ -100,9 +100,9 @@ class CapturedState(ModelState):
         return tuple([held.get(_EXPERTS) for held in self._choosers])
 
     @property
-    def set_anew(self) -> dict[int, Callable[[], torch.Tensor]]:
-        """By the id of each tensor that is set anew, what gives the one that the model has now."""
-        return {id(held[_SHIFTS]): partial(held.__getitem__, _SHIFTS) for held in self._shifted}
+    def set_anew(self) -> dict[int, Callable[[], torch.Tensor | None]]:
+        """By the id of each tensor that is set anew, what gives the one that the model has now, if any."""
+        return {id(held.get(_SHIFTS)): partial(held.get, _SHIFTS) for held in self._shifted}
 
     def unchanged(self) -> bool:
         if super().unchanged():

@@ -45,7 +45,7 @@ def run_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOut
         return None
     copies = 1 if cache.num_columns else cache.layout.copies_per_row
     if copies > 1:
-        kwargs = kwargs | {name: _each_once(kwargs.get(name), len(ids), copies) for name in _OF_ROWS}
+        kwargs = kwargs | {name: _each_once(kwargs.get(name), copies) for name in _OF_ROWS}
         ids = kwargs["input_ids"]
     if not _fits(model, cache, ids.numel(), len(ids)):
         return None
@@ -59,8 +59,9 @@ def run_prompt(model: Any, forward: Forward, kwargs: dict[str, Any]) -> ModelOut
             for group in cache.groups.values():
                 group.forget_failed(cache.num_columns)
             cache.layout.padding = before  # of all rows
-    if is_short:  # the model's own way may take less: of a quantized cache it makes codes at once
-        cache.pool.shrink(size)
+    if output is None and cache.pool.size != size:
+        cache.pool.shrink(size)  # the model's own way may take less: of a quantized cache it makes codes at once
+    if is_short:
         model._hf_turbo.step_aside("there was too little memory for a captured prompt")
     if output is not None and copies > 1:
         for group in cache.groups.values():
@@ -108,9 +109,9 @@ def _run(
     return output
 
 
-def _each_once(x: torch.Tensor | None, num_rows: int, copies: int) -> torch.Tensor | None:
-    """Of each row the first of its copies; rows are the last dimension but one."""
-    return x[..., ::copies, :] if isinstance(x, torch.Tensor) and x.shape[-2] == num_rows else x
+def _each_once(x: torch.Tensor | None, copies: int) -> torch.Tensor | None:
+    """Of each row the first of its copies; rows are the last dimension but one. A single row stands for all."""
+    return None if x is None else x[..., ::copies, :]
 
 
 def _is_plain(cache: PagedCache, kwargs: dict[str, Any]) -> bool:

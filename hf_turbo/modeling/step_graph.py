@@ -49,6 +49,9 @@ MAX_PACKED_EXPERTS = 64
 #: From so many rows on their lengths are taken for uneven, as those of many requests are.
 _UNEVEN_ROWS = 16
 
+#: No position comes to it.
+_NO_LIMIT = torch.iinfo(torch.int64).max
+
 #: Options that ask for what a graph's output does not hold.
 _SHOW_INSIDE = frozenset({"output_hidden_states", "output_attentions", "output_router_logits"})
 
@@ -191,8 +194,9 @@ class StepGraph:
         self.num_nodes = inputs.num_nodes
         num_seqs = inputs.num_seqs or 0
         self.seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=self.device)
-        #: The last position that drafts may have, for followers.
-        self.last_position = torch.full((1,), torch.iinfo(torch.int64).max, device=self.device)
+        #: The last position that drafts may have, for followers; and whether there is one.
+        self.last_position = torch.full((1,), _NO_LIMIT, device=self.device)
+        self._is_limited = False
         #: Differs once the inputs have been loaded, or read and followed up, again.
         self.turn = 0
         self.cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * self.num_nodes
@@ -216,7 +220,7 @@ class StepGraph:
         self.rules = rules
         self._state = state
         #: Outputs that the model hands on as it has them when it is asked.
-        self._handed_on: dict[str, Callable[[], torch.Tensor]] = {}
+        self._handed_on: dict[str, Callable[[], torch.Tensor | None]] = {}
         self.output: ModelOutput | None = None
         self.head_input: torch.Tensor | None = None
         self.num_bytes = 0
@@ -271,6 +275,14 @@ class StepGraph:
                 table = cache.groups[window].table
                 group.load_coded(table.coded_by(old_lens, new_lens))  # type: ignore[attr-defined]  # a `CodedTable`
 
+    def limit(self, last_position: torch.Tensor | None) -> None:
+        """Takes in the last position that drafts may have, int64 `[]`; None: no limit."""
+        if last_position is not None:
+            self.last_position.copy_(last_position)
+        elif self._is_limited:
+            self.last_position.fill_(_NO_LIMIT)  # another call's is there
+        self._is_limited = last_position is not None
+
     def load_tables(
         self, cache: PagedCache, tables: Tables | None = None, code_tables: Tables | None = None
     ) -> None:
@@ -323,11 +335,15 @@ class StepGraph:
         self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers) if x.store is not None]
         self._versions = {window: group.blocks.version for window, group in self.groups.items()}
 
-    def serves(self, cache: PagedCache) -> bool:
-        """Whether the graph reads this cache's blocks, and its rows fit."""
+    def serves(self, cache: PagedCache, ahead: int = 0) -> bool:
+        """Whether the graph reads this cache's blocks, and its rows fit.
+
+        Args:
+            ahead: so many more tokens than the host knows rows may have got.
+        """
         if any(cache.layers[i].store is not store for i, store, *_ in self._bases):
             return False
-        longest = max(cache.layout.next_lengths(cache.num_columns), default=0)
+        longest = max(cache.layout.next_lengths(cache.num_columns), default=0) + ahead
         for window, group in self.groups.items():
             if longest > group.block_tables.shape[1] * group.blocks.block_size:
                 return False
@@ -339,12 +355,6 @@ class StepGraph:
                     return False
                 self._versions[window] = group.blocks.version
         return True
-
-    def serves_ahead(self, cache: PagedCache, ahead: int) -> bool:
-        """The same where rows may have got so many more tokens than the host knows."""
-        rooms = (group.block_tables.shape[1] * group.blocks.block_size for group in self.groups.values())
-        longest = max(cache.layout.lengths(cache.get_seq_length()), default=0) + self.num_nodes + ahead
-        return self.serves(cache) and longest <= min(rooms)
 
     @property
     def is_packed(self) -> bool:
@@ -427,7 +437,8 @@ class _ReadingMode(DeferredMode):
 
 
 def _base(store: LayerStore) -> tuple[int, ...]:
-    """Where the first segments of a layer's keys and values lie, and those of its codes, if it has any."""
+    """Where the first segments of a layer's keys and values lie, and what leads to the others; of its codes, too."""
     stores = (store, store.codes) if isinstance(store, CodedStore) else (store,)
     kvs = [one.kv for one in stores if one.kv is not None]
-    return tuple(segments[0].data_ptr() for kv in kvs for segments in (kv.k_segments, kv.v_segments))
+    places = ((kv.k_segments[0], kv.v_segments[0], kv.segment_offsets) for kv in kvs)
+    return tuple(x.data_ptr() for xs in places for x in xs)

@@ -263,13 +263,9 @@ def serves_linear(
     return _kernels("linear").supports(rows, weights, dtype, device, activation=activation)
 
 
-def serves_norm(
-    rows: int, weights: Sequence[torch.Tensor] | Sequence[PackedWeight], device: torch.device, *, activation: bool
-) -> bool:
+def serves_norm(rows: int, weights: Sequence[torch.Tensor], device: torch.device, *, activation: bool) -> bool:
     """Whether `linear`, where it serves these weights, is faster with an RMS norm than after one."""
-    if not uses_triton(device) or isinstance(weights[0], PackedWeight):
-        return False
-    return _kernels("linear").supports_norm(rows, weights, device, activation=activation)
+    return uses_triton(device) and _kernels("linear").supports_norm(rows, weights, device, activation=activation)
 
 
 def int4_linear(x: torch.Tensor, weights: Sequence[PackedWeight], *args: Any, **options: Any) -> torch.Tensor:

@@ -196,8 +196,8 @@ def linear(
 ) -> torch.Tensor:
     """One or several linears of the same few rows, in one launch (two when the columns are split).
 
-    Sums are in float32, in an order that depends on shapes, dtype and device alone; results are rounded where torch,
-    op by op, would round.
+    Sums are in float32, in an order that depends on shapes, dtype, device and what is folded in alone; results are
+    rounded where torch, op by op, would round.
 
     Args:
         x: `[M, K]`, 1 to 64 rows, fp32, fp16 or bf16, the last stride 1.

@@ -182,6 +182,25 @@ def test_dropped_segment_makes_room_for_another(group):
     assert (kv.k_segments[2][block & SEGMENT_MASK] == 3.0).all()
 
 
+def test_the_first_segment_is_dropped_and_made_anew(group):
+    """Who is computing meanwhile finds blocks as before: offsets count from the first segment as it was then."""
+    store = group.store_for(0, *states())
+    first = group.allocate(8)
+    group.allocate(group.manager.num_free + 4)
+    for change in (lambda: group.release(first), lambda: group.allocate(group.manager.num_free + 9)):
+        before = group.cover(store)
+        offsets = before.segment_offsets.clone()
+        change()
+        group.drop_free_memory()
+        after = group.cover(store)
+        assert len(after.k_segments[0]) != len(before.k_segments[0])
+        assert torch.equal(before.segment_offsets, offsets) and not torch.equal(after.segment_offsets, offsets)
+        assert after.k_segments[1] is before.k_segments[1]
+    grown = group.cover(store)
+    group.allocate(group.manager.num_free + 9)
+    assert group.cover(store).segment_offsets is grown.segment_offsets
+
+
 def test_freed_blocks_are_used_again(group):
     for _ in range(20):
         group.release(group.allocate(8))

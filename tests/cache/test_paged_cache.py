@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_turbo.cache.block_pool import BlockPool
+from hf_turbo.cache.forward_plan import RowLayout
 from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.compat import crop_argument
 
@@ -351,3 +352,8 @@ def test_any_order_of_calls(windows, block_size, steps):
         assert pair.used() == pair.paged.num_blocks
     pair.update(1, rows)
     pair.assert_same(views=False)
+
+
+def test_rows_that_begin_later_have_no_tokens_before():
+    layout = RowLayout(padding=[0, 3, 5])
+    assert [layout.lengths(columns) for columns in (0, 2, 3, 7)] == [[0, 0, 0], [2, 0, 0], [3, 0, 0], [7, 4, 2]]

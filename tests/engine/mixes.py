@@ -111,7 +111,8 @@ def check(stock, asks: list[Ask], requests: list[Request]) -> None:
 def check_idle(engine: Engine, model) -> None:
     """Nothing is held any more."""
     assert not engine.has_work
-    assert not (engine._choices or engine._held_back or engine._ends or engine._steady or engine._chooser.traced)
+    left = engine._choices, engine._held_back, engine._need_logits, engine._ends, engine._steady, engine._chooser.traced
+    assert not any(left)
     engine.close()
     assert used_blocks(model) == 0
     assert_pool_accounts(model)

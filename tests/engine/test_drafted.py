@@ -375,6 +375,25 @@ def test_the_draft_model_is_itself_while_nothing_runs():
         assert used_blocks(one.stock) == 0
 
 
+def test_a_draft_model_whose_config_has_changed_gives_its_memory_back():
+    """It is patched anew then, with other blocks."""
+    one, draft = pair("llama"), truncated("llama")
+    [ask], wanted = both_ways(one, [ask_greedy(9, 8)])
+    model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(draft, num_tokens=3, adaptive=False))
+    engine, pools = Engine(model, EngineLimits()), []
+    for seen in range(2):
+        draft.config.seen = seen
+        engine.add(request := ask.request(model))
+        while engine.has_work:
+            engine.step()
+            if is_patched(draft):
+                pools.append(handle_of(draft).pool)
+        assert_all_right([request], wanted)
+    engine.close()
+    assert pools[0] is not pools[-1]
+    assert not any(pools[-1].size.values()), "blocks are left"
+
+
 def kv_bytes(model):
     return hf_turbo.report(model).kv_bytes
 
@@ -409,6 +428,27 @@ def test_a_draft_model_has_a_part_of_the_memory(name, monkeypatch):
     assert most and stats(model).rounds
     engine.close()
     assert (pool_bytes(model), pool_bytes(draft)) == (before, 0)
+
+
+@pytest.mark.parametrize("num_blocks", [None, 10])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}])
+def test_the_parts_of_both_hold_as_many_tokens(options, num_blocks, monkeypatch):
+    """Blocks of other sizes, and codes, which long texts mostly are; so many blocks are so many of the model's own."""
+    one, draft = pair("llama"), hf_turbo.patch(truncated("llama"), block_size=4)
+    model = hf_turbo.patch(one.model, block_size=32, speculation=hf_turbo.DraftModel(draft, 3), **options)
+    Engine(model, EngineLimits(num_blocks=1))  # has its first blocks
+    monkeypatch.setattr(memory_module, "_free_memory", lambda device: 2**24)
+    engine = Engine(model, EngineLimits(num_blocks=num_blocks, max_memory_percent=0.5))
+    groups = [handle_of(m).pool.all_groups() for m in (model, draft)]
+    there = sum(group.manager.num_blocks * group.block_bytes for group in [*groups[0], *groups[1]])
+    capacities = engine._memory.capacity, engine._drafted._drafts._capacity
+    tokens = [size / (of[-1].block_bytes / of[-1].block_size) for size, of in zip(capacities, groups)]
+    assert tokens[0] == pytest.approx(tokens[1], rel=1e-3)
+    if num_blocks is None:
+        assert sum(capacities) == pytest.approx(there + 2**23, rel=1e-3)
+    else:
+        assert capacities[0] == 10 * sum(group.block_bytes for group in groups[0])
+    engine.close()
 
 
 @pytest.mark.parametrize("vocabulary", [100, 150])

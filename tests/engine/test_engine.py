@@ -365,7 +365,7 @@ def test_too_many_for_a_captured_step(limit, value, monkeypatch):
     if limit is not None:
         monkeypatch.setattr(f"hf_turbo.engine.forwards.{limit}", value)
     options = {"max_new_tokens": 9, "do_sample": False}
-    asks = [Ask(prompt(1, 9 + n, seed=n)[0].tolist(), options, n // 2) for n in range(6)]
+    asks = [Ask(prompt(1, 9 + n, seed=n)[0].tolist(), options, max(n - 3, 0)) for n in range(6)]
     check(stock, asks, run(engine, model, asks))
     assert any(key[1][-1] for key in steps.graphs) == (limit is None)
 

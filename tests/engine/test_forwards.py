@@ -5,7 +5,6 @@ import torch
 from helpers import prompt, twins
 from steps import serve_without_gpu
 
-import hf_turbo
 from hf_turbo.engine import forwards
 
 

@@ -263,6 +263,23 @@ def test_a_loop_that_is_gone_is_told_of_once(model, caplog):
         assert len([r for r in caplog.records if "no event loop" in r.message]) == 1
 
 
+def test_after_a_loop_that_is_gone_the_name_is_as_good_as_new(model):
+    gate = threading.Semaphore(0)
+
+    async def leave(manager):
+        manager.add_request(PROMPT, request_id="again", max_new_tokens=1)
+        manager.register_result_handler("again", print)
+
+    with managed(model, gate=gate) as manager:
+        asyncio.run(leave(manager))
+        gate.release(9)
+        while manager._outbox.knows("again"):
+            time.sleep(0.01)
+        manager.add_request([8], request_id="again", max_new_tokens=2)
+        output = manager.get_result("again", timeout=SOON)
+        assert output is not None and output.generated_tokens == toy_tokens([8], 2)
+
+
 def test_leaving_an_asyncio_stream_says_nothing(model, caplog):
     gate = threading.Semaphore(1)
 

@@ -10,6 +10,7 @@ from graph_cases import GPU, patched_model, steps, stock_model
 from helpers import fill_free_blocks, prompt
 
 import hf_turbo
+from hf_turbo.engine.choice import Chooser
 from hf_turbo.engine.engine import Engine
 from hf_turbo.engine.limits import EngineLimits
 from hf_turbo.generation.prompt_lookup import PromptLookup
@@ -47,6 +48,51 @@ def test_quantized_blocks(kind):
     together = [request.sequences[0].new_tokens for request in run(engine, model, asks)]
     agree = sum(a == b for one, other in zip(alone, together) for a, b in zip(one, other))
     assert agree > 0.7 * 4 * 70  # bf16: other sums of other batches
+    assert any(graph.is_packed for graph in steps(model)._graphs.values()), "prompts beside texts were not captured"
+    check_idle(engine, model)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_quantized_blocks_in_fp32(kind):
+    """Prompts beside texts by captured steps say what they say the model's own way, and not a token else."""
+    asks = [Ask(prompt(1, n, seed=n)[0].tolist(), {"max_new_tokens": 50, "do_sample": False}, i) for i, n in enumerate(
+        (300, 20, 190, 130, 64, 65)
+    )]  # fmt: skip
+    texts = []
+    for cuda_graphs in (False, True):
+        turbo = {"kv_cache_dtype": kind, "cuda_graphs": cuda_graphs}
+        model = patched_model("llama", block_size=64, turbo=turbo, max_position_embeddings=1024)
+        engine = Engine(model, EngineLimits(max_tokens=128, max_rows=16))
+        run(engine, model, asks[:1])  # it says what the layers' codes are
+        fill_free_blocks(model, float("nan"))
+        texts.append([request.sequences[0].new_tokens for request in run(engine, model, asks)])
+        assert cuda_graphs == any(graph.is_packed for graph in steps(model)._graphs.values())
+        check_idle(engine, model)
+    same = sum(a == b for one, other in zip(*texts) for a, b in zip(one, other))
+    assert same > 0.95 * 6 * 50  # a number between two codes may become either
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_the_likeliest_tokens(goes_ahead, monkeypatch):
+    """They come from captured steps, of all but the first ones; beside a request that samples they do not."""
+    said, choose = [], Chooser.choose
+
+    def seen(self, logits, takers):
+        said.append(logits.dim() == 1)
+        return choose(self, logits, takers)
+
+    monkeypatch.setattr(Chooser, "choose", seen)
+    stock, model = stock_model("llama"), patched_model("llama")
+    options = {"max_new_tokens": 40, "do_sample": False}
+    asks = [Ask(prompt(1, 5 + n, seed=n)[0].tolist(), options, 2 * n) for n in range(12)]
+    engine = Engine(model, EngineLimits(max_tokens=64, max_rows=16, max_chunk=24, goes_ahead=goes_ahead))
+    fill_free_blocks(model, float("nan"))
+    check(stock, asks, run(engine, model, asks))
+    assert said.count(False) <= steps(model).num_captured + 1
+    asks.append(Ask(asks[0].prompt, {"max_new_tokens": 9, "do_sample": True, "seed": 3}, 6))
+    said.clear()
+    check(stock, asks, run(engine, model, asks))
+    assert said.count(False) >= 9 and said.count(True) >= 9
     check_idle(engine, model)
 
 

@@ -117,5 +117,29 @@ def test_more_rows_than_the_table_says(calls):
     assert calls == Counter({"norms": 1, "linears": 1})
 
 
+@torch.no_grad()
+def test_the_table_is_told_what_is_launched(calls, monkeypatch):
+    asked = []
+
+    def serves(rows, weights, device, *, activation):
+        asked.append((rows, len(weights), activation))
+        return False
+
+    monkeypatch.setattr(dispatch, "serves_norm", serves)
+    x = torch.randn(5, 8)
+    mode = DeferredMode(STEP_RULES, x.device)
+    with mode:
+        result = before_and_after(x)
+    torch.testing.assert_close(mode.tensor(result), before_and_after(x))
+    assert asked == [(5, 1, False)]  # the norm is there then
+    assert calls == Counter({"norms": 1, "linears": 2})
+    asked.clear()
+    with mode:
+        n = normed(x)
+        result = F.silu(F.linear(n, WEIGHTS[1])) * F.linear(n, WEIGHTS[2])
+    mode.tensor(result)
+    assert asked == [(5, 2, True)]
+
+
 def test_no_norm_within_on_a_cpu():
     assert not dispatch.serves_norm(1, [WEIGHTS[0]], torch.device("cpu"), activation=False)

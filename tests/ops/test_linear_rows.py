@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_linear import GEMV, H200, MODEL_SHAPES, make_case
+from test_linear import DEVICE, GEMV, H200, MODEL_SHAPES, make_case
 from test_norm import NORMS, make_norm
 
 from hf_turbo.ops import linear as ops
@@ -126,6 +126,36 @@ def test_which_norms_go_within():
     assert not with_norm(1, 1024, 1032, False)
     for shape in MODEL_SHAPES[:5]:
         assert not any(with_norm(rows, *shape) for rows in range(1, 65))
+
+
+def test_whose_table_is_asked(monkeypatch):
+    """By the gate alone where there is one, else by all features; and the configuration is one for a norm."""
+    taken = []
+    monkeypatch.setattr(ops, "device_facts", lambda device: H200)
+    monkeypatch.setattr(ops, "_choose_run", lambda config: taken.append(config) or (lambda operands: None))
+    weights = torch.empty(2, 1536, 576, dtype=torch.bfloat16, device=DEVICE)
+    for rows in (1, 16, 17, 32, 33):
+        assert ops.supports_norm(rows, [*weights], weights.device, activation=True) == (rows <= 16)
+        assert ops.supports_norm(rows, [weights[0, :960]], weights.device, activation=False) == (rows <= 32)
+        assert not ops.supports_norm(rows, [weights[0, :, :128], weights[1, :, :128]], weights.device, activation=False)
+    norm, x = make_norm("llama", 576, torch.bfloat16), weights[0, :16]
+    ops.linear(x, [*weights], activation="silu", norm=norm)
+    ops.linear(x, [*weights], activation="silu")
+    table = [choose_config(16, 1536, 576, True, torch.bfloat16, H200, norm) for norm in (True, False)]
+    assert taken == table and table[0] != table[1]
+
+
+@pytest.mark.parametrize("config, launch", [(FEATURES_FIRST, "_launch_rows"), (WHOLE_ROWS, "_launch_gemv")])
+def test_norms_that_need_other_kernels(config, launch, monkeypatch):
+    keys = []
+    monkeypatch.setattr(ops, launch, lambda key, *args, **options: keys.append(key))
+    case, weight = make_case(2, 200, (6,)), torch.zeros(201, dtype=torch.float16, device=DEVICE)
+    other = [None, RMSNorm(weight[:200], 1e-3), RMSNorm(weight[1:], 1e-3)]  # none, and one that is not aligned
+    for norm in [*other, *(make_norm(name, 200, torch.float16) for name in NORMS if name != "llama")]:
+        ops.linear(case.x, case.weights, norm=norm, config=config)
+    assert len(set(keys)) == len(keys) == 7
+    ops.linear(case.x, case.weights, norm=RMSNorm(weight[:200], 1e-6), config=config)
+    assert keys[-1] == keys[1]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from combinations import few
 from kv_oracle import Rows
 
 from hf_turbo.ops import quantized_attention
-from hf_turbo.ops.attention_config import AttentionConfig
+from hf_turbo.ops.attention_config import AttentionConfig, DeviceFacts
 from hf_turbo.ops.kv_format import KV_FORMATS
 from hf_turbo.ops.quantized_attention_config import choose_config
 
@@ -179,3 +179,17 @@ def test_configurations():
                 assert (
                     config.block_m >= 8 and config.tile == 64 and config.pdl == (rows <= 64 and dtype == torch.bfloat16)
                 )
+
+
+@pytest.mark.parametrize("bits, rows, num_programs, kind", [
+    (4, 4, 66, (4, 2, None)),  # few sequences: half of an H200's multiprocessors
+    (4, 4, 67, (2, 3, 168)),
+    (4, 16, 67, (4, 2, None)),
+    (8, 4, 66, (4, 3, None)),
+    (8, 4, 67, (4, 3, None)),
+    (8, 16, 67, (4, 2, None)),
+])  # fmt: skip
+def test_steps_of_few_and_of_many_sequences(bits, rows, num_programs, kind):
+    """Warps, blocks in flight and the most registers; int4's codes are unpacked by few warps where there are many."""
+    config = choose_config(rows, num_programs, 128, 128, 64, torch.bfloat16, bits, DeviceFacts(132, 90, 232448))
+    assert (config.num_warps, config.num_stages, config.max_registers) == kind

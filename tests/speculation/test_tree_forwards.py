@@ -18,6 +18,7 @@ from hf_turbo.cache.token_tree import TokenTree
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.generation.tree_steps import TreeSteps
 from hf_turbo.ops import dispatch
+from hf_turbo.patching import handle_of
 
 #: name -> (architecture, overrides).
 MODELS = {
@@ -186,3 +187,15 @@ def test_a_captured_forward_reads_codes(name, kind):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         rounds.accept(tree, tokens, own, captured)
     assert captured.groups[None].table.codes.rows[1]
+
+
+@pytest.mark.parametrize("alone, serves", [(True, True), (True, False), (False, True)])
+@torch.no_grad()
+def test_whether_the_next_round_must_look_at_the_model(monkeypatch, alone, serves):
+    """Not where a captured round has done so and no code of the caller's runs between them."""
+    rounds, tree = Rounds("llama"), TokenTree.chain(2)
+    steps, done = rounds.steps, object() if serves else None
+    steps._alone = alone
+    monkeypatch.setattr(handle_of(rounds.model).steps, "run_drafts", lambda *arguments: done)
+    assert steps.forward_ahead(tree, rounds.draft(tree), None, 0, "key", None) is done
+    assert steps.cache.model_is_as_it_was == (alone and serves)
