@@ -7,9 +7,16 @@ import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from hf_turbo.engine import manager
+from transformers import GenerationConfig
+
+from hf_turbo.engine import manager as manager_module
+from hf_turbo.engine.manager import Manager
 from hf_turbo.engine.metrics import EngineMetrics
 from hf_turbo.engine.request import Status
+
+#: Nothing here takes seconds; a wait that does is one for ever.
+SOON = 30.0
+PROMPT = [5, 6, 7]
 
 
 def toy_tokens(prompt, count, index=0):
@@ -110,9 +117,44 @@ def toys_instead(**toy):
         made.append(ToyEngine(model, limits, **toy))
         return made[-1]
 
-    with patch.object(manager, "_new_engine", make):
+    with patch.object(manager_module, "_new_engine", make):
         yield made
 
 
 def no_thread_left():
     return not [thread for thread in threading.enumerate() if thread.name.startswith("hf_turbo-engine")]
+
+
+@contextmanager
+def managed(model, config=None, start=True, **toy):
+    """A started manager over a toy engine, which is `manager.toys[-1]`; ended afterwards, whatever happens."""
+    toys = []
+
+    def make(model, limits):
+        toys.append(ToyEngine(model, limits, **toy))
+        return toys[-1]
+
+    manager = Manager(model, GenerationConfig(max_new_tokens=4), config, make_engine=make)
+    manager.toys = toys
+    if start:
+        manager.start()
+    try:
+        yield manager
+    finally:
+        if toy.get("gate") is not None:
+            toy["gate"].release(10_000)
+        manager.stop(hard_stop=True, timeout=SOON)
+        assert not manager.is_running()
+        assert all(toy.num_closed == 1 and not toy.requests for toy in toys)
+
+
+def collect(manager, num):
+    """The next results that say a request has ended, by id."""
+    ended = {}
+    while len(ended) < num:
+        output = manager.get_result(timeout=SOON)
+        assert output is not None, f"only {sorted(ended)} came"
+        if output.is_finished():
+            assert output.request_id not in ended
+            ended[output.request_id] = output
+    return ended
