@@ -5,6 +5,7 @@ Shares the arithmetic of codes with hf_turbo, and nothing else: which tokens a q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,6 +65,17 @@ def follow_policy(model: torch.nn.Module, kind: str, block_size: int) -> torch.n
 def whole_cache() -> dict[str, DynamicCache]:
     """A stock cache that keeps what leaves a window, as an argument of `generate`."""
     return {CACHE_NAME: DynamicCache()}
+
+
+@torch.no_grad()
+def text_by_steps(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy tokens after a prompt that is read token by token, as chunks of it are to be seen."""
+    text, cache = list(prompt), whole_cache()
+    for i in range(len(prompt) + num_tokens - 1):
+        logits = model(input_ids=torch.tensor([[text[i]]]), use_cache=True, **cache).logits[0, -1]
+        if i + 1 == len(text):
+            text.append(logits.argmax().item())
+    return text[len(prompt) :]
 
 
 def _attention(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from combinations import few
 from helpers import fill_free_blocks, poison_what_is_freed, prompt, twins
-from kv_policy import follow_policy, whole_cache
+from kv_policy import follow_policy, text_by_steps
 from mixes import Ask, check, check_idle, random_asks, run
 from steps import serve_without_gpu
 from tiny_models import build
@@ -207,13 +207,7 @@ def test_quantized_blocks_say_what_the_policy_says(counts, kind, name):
     assert packed_graphs(model) and counts.said > 15
     follow_policy(policy, kind, B)
     for ask, tokens in zip(asks, said, strict=True):
-        text, cache = list(ask.prompt), whole_cache()
-        with torch.no_grad():
-            for i in range(len(text) + len(tokens) - 1):
-                logits = policy(input_ids=torch.tensor([[text[i]]]), use_cache=True, **cache).logits[0, -1]
-                if i + 1 == len(text):
-                    text.append(logits.argmax().item())
-        assert text[len(ask.prompt) :] == tokens
+        assert text_by_steps(policy, ask.prompt, len(tokens)) == tokens
     assert policy.config.kv_policy.queries_with_codes > 100
     check_idle(engine, model)
 

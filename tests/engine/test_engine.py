@@ -9,7 +9,7 @@ import pytest
 import torch
 from combinations import few
 from helpers import fill_free_blocks, prompt, twins, used_blocks
-from kv_policy import follow_policy, whole_cache
+from kv_policy import follow_policy, text_by_steps
 from mixes import Ask, check, check_idle, random_asks, run
 from steps import CapturedSteps
 from tiny_models import ACCELERATED, ZOO, build, in_this_transformers
@@ -402,14 +402,8 @@ def test_quantized_blocks_say_what_the_policy_says(kind, name):
     engine = Engine(model, limits(max_tokens=64))
     said = [request.sequences[0].new_tokens for request in run(engine, model, asks)]
     follow_policy(policy, kind, 32)
-    for ask, tokens in zip(asks, said):
-        text, cache = list(ask.prompt), whole_cache()
-        with torch.no_grad():
-            for i in range(len(text) + len(tokens) - 1):
-                logits = policy(input_ids=torch.tensor([[text[i]]]), use_cache=True, **cache).logits[0, -1]
-                if i + 1 == len(text):
-                    text.append(logits.argmax().item())
-        assert text[len(ask.prompt) :] == tokens
+    for ask, tokens in zip(asks, said, strict=True):
+        assert text_by_steps(policy, ask.prompt, len(tokens)) == tokens
     assert policy.config.kv_policy.queries_with_codes > 100
     check_idle(engine, model)
 

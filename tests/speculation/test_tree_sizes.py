@@ -75,21 +75,19 @@ def test_rounds_ahead(ahead, drafted, in_turn, batch):
     assert any(accepted for *_, accepted in in_turn)
 
 
-@pytest.mark.parametrize("options", [{}, dict(do_sample=True, top_k=5)], ids=["greedy", "sampled"])
-def test_rounds_by_the_host(drafted, in_turn, options):
-    stock, model = drafted
-    for _ in range(2):
+@pytest.mark.parametrize(
+    "batch, options", [(ragged(3, 9, 6), {}), (prompt(1, 9), dict(do_sample=True, top_k=5))], ids=["greedy", "sampled"]
+)
+def test_rounds_by_the_host(drafted, in_turn, batch, options):
+    """A sampled row has the text that its seed gives without drafts."""
+    inputs = batch if isinstance(batch, dict) else dict(input_ids=batch, attention_mask=torch.ones_like(batch))
+    for seed in range(3):
         texts = []
-        for each in (stock, model) if not options else (model, model):
-            torch.manual_seed(0)
-            if each is stock:
-                texts.append(new_text(stock, ragged(3, 9, 6), NEW))
-                continue
-            inputs = ragged(3, 9, 6)
-            got = each.generate(**inputs, max_new_tokens=NEW, **{"do_sample": False, **options})
-            texts.append(got[:, inputs["input_ids"].shape[1] :])
-        assert options or torch.equal(*texts)
-        assert texts[1].shape[1] == NEW and used_blocks(model) == 0
+        for one in drafted:
+            torch.manual_seed(seed)
+            texts.append(one.generate(**inputs, max_new_tokens=NEW, **{"do_sample": False, **options}))
+        assert torch.equal(*texts) and texts[0].shape[1] == inputs["input_ids"].shape[1] + NEW
+        assert used_blocks(drafted[1]) == 0
     assert {size for size, *_ in in_turn} >= {3, 7, 15, 19}
 
 
