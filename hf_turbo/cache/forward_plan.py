@@ -281,7 +281,7 @@ def make_packed_plan(
     copies = table.grow(old_lens, new_lens, keep_from)
     rows = [row for row, n in enumerate(q_lens) if n]
     full = _metadata(table, old_lens, new_lens, device, rows)
-    if uses_triton(device) and table.codes is None:  # the kernel for codes has splits of its own
+    if uses_triton(device):
         full.arrivals = new_arrivals(device)
     columns = sum(q_lens) // num_rows
     return ForwardPlan(start, num_rows, columns, full, full, None, dense=False, unsuited=PackedUnsuited), copies

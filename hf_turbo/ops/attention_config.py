@@ -95,10 +95,12 @@ def choose_config(
     facts: DeviceFacts,
     is_tree: bool = False,
     max_seqlen_q: int = 1,
+    beside_gemv: bool = False,
 ) -> AttentionConfig:
     """The table, by rows of a sequence (query tokens times heads of a group), (sequence, KV head) pairs, head
-    size, dtype, device, whether queries are nodes of trees, and the queries of a sequence. Measured on an H200 by
-    benchmarks/attention.py; elsewhere, and for trees, chosen not to spill.
+    size, dtype, device, whether queries are nodes of trees, the queries of a sequence, and whether the linears beside
+    it are GEMVs. Measured on an H200 by benchmarks/attention.py and in whole steps; elsewhere, and for trees, chosen
+    not to spill.
     """
     k_pad, v_pad = next_power_of_2(k_dim), next_power_of_2(v_dim)
     dim = max(k_pad, v_pad)
@@ -120,7 +122,9 @@ def choose_config(
             block_m=max(16, next_power_of_2(rows)) if max_seqlen_q == 1 else DRAFT_BLOCK_M,
             tile=tile,
             num_warps=2 if crowded else 4,
-            num_stages=3,
+            # What programs take of shared memory, GEMVs lack as a cache for the loads on their way: with two tiles in
+            # flight a step of 8B took 4.04 ms, with one 3.75; at 32,768 tokens 5.14 and 5.09.
+            num_stages=2 if beside_gemv and dim > SMALL_HEAD else 3,
             pdl=facts.capability >= 90,
         )
     elif is_tree and dim <= 128:

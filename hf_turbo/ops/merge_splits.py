@@ -65,7 +65,7 @@ def join_splits(
 ):
     """WIDTH columns of the splits' outputs of a tile of rows, weighted by the exponential of their log-sum-exps."""
     lse_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for split in range(num_splits):
+    for split in tl.range(num_splits, loop_unroll_factor=2):
         lse_max = tl.maximum(lse_max, tl.load(lse_ptrs + split, mask=row_mask, other=float("-inf")))
     shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -76,6 +76,31 @@ def join_splits(
         acc += tl.where((weight > 0)[:, None], partial, 0.0) * weight[:, None]
         weight_sum += weight
     return acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+
+
+@triton.jit
+def join_if_last(
+    arrived_ptr, partial_ptr, lse_ptr, out_ptr, partial_row, out_row, row_mask, num_splits,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """The last of a tile's splits to arrive finds what all have written, joins it, and leaves the counter as it was.
+
+    Args:
+        partial_row, out_row: `[BLOCK_M]`, a row's first split among all, and where its output begins, in elements.
+        WIDTH: columns that are joined at once: more of them, beside the main loop's numbers, would be spilled.
+    """
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == num_splits - 1:
+        tl.store(arrived_ptr, 0)
+        offs = tl.arange(0, WIDTH)
+        for column in tl.range(0, V_DIM, WIDTH, loop_unroll_factor=1):
+            mask = row_mask[:, None] & (column + offs < V_DIM)[None, :]
+            partial_ptrs = partial_ptr + column + partial_row[:, None] * V_DIM + offs[None, :]
+            joined = join_splits(
+                partial_ptrs, lse_ptr + partial_row, row_mask, mask, num_splits, V_DIM, WIDTH, BLOCK_M
+            )
+            out_ptrs = out_ptr + column + out_row[:, None] + offs[None, :]
+            tl.store(out_ptrs, joined.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])

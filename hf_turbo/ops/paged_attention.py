@@ -19,8 +19,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_config import (
-    MAX_PARTIALS,
-    MAX_SHARED_SPLITS,
     AttentionConfig,
     ceil_div,
     choose_config,
@@ -31,14 +29,15 @@ from .attention_config import (
 from .attention_masks import seen_nodes, seen_positions
 from .block_ids import MAX_SEGMENTS
 from .launch import Launcher
-from .merge_splits import join_splits, merge_splits, padded, rows_positions, split_share
+from .linear_config import MAX_GEMV_ROWS
+from .merge_splits import join_if_last, merge_splits, padded, rows_positions, split_share
 from .metadata import AttentionMetadata, LayerKV
 from .store_kv import block_offset
-from .work_items import find_item, most_items, seqs_of_a_lookup
+from .work_items import find_item, most_items, seqs_looked_at, shared_splits
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
-#: Columns of an output that are joined at once: more of them, beside the main loop's numbers, would be spilled.
+#: Columns of an output that are joined at once.
 _JOIN = tl.constexpr(32)
 
 # Strides of the cache come as constants (block, head, row) of a model: their alignment is then known, and the
@@ -296,21 +295,11 @@ def _paged_attention_kernel(
         if HAS_SINKS | (end_tile > first_tile):
             tl.store(partial_ptrs + split * V_DIM, acc, mask=out_mask)
         if SHARED_OUT > 0:
-            # The last of a tile's splits to arrive finds what all have written, and leaves the counter as it was.
-            arrived_ptr += first_item * tl.num_programs(1) + kv_head
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == live_splits - 1:
-                tl.store(arrived_ptr, 0)
-                WIDTH: tl.constexpr = min(padded(V_DIM), _JOIN)
-                offs_j = tl.arange(0, WIDTH)
-                for column in tl.range(0, V_DIM, WIDTH, loop_unroll_factor=1):
-                    join_mask = row_mask[:, None] & (column + offs_j < V_DIM)[None, :]
-                    join_ptrs = partial_ptr + column + partial_row[:, None] * V_DIM + offs_j[None, :]
-                    joined = join_splits(
-                        join_ptrs, lse_ptr + partial_row, row_mask, join_mask, live_splits, V_DIM, WIDTH, BLOCK_M
-                    )
-                    join_out = out_ptr + column + (token * stride_ot + head * stride_oh)[:, None] + offs_j[None, :]
-                    tl.store(join_out, joined.to(out_ptr.dtype.element_ty), mask=join_mask)
+            join_if_last(
+                arrived_ptr + first_item * tl.num_programs(1) + kv_head, partial_ptr, lse_ptr, out_ptr,
+                partial_row, token * stride_ot + head * stride_oh, row_mask, live_splits,
+                V_DIM, min(padded(V_DIM), _JOIN), BLOCK_M,
+            )
     else:
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -383,8 +372,8 @@ def paged_attention(
 
     facts = device_facts(q.device)
     if config is None:
-        pairs, max_seqlen_q = num_kv_heads * num_seqs, metadata.max_seqlen_q
-        config = choose_config(rows, pairs, k_dim, v_dim, q.dtype, facts, tree is not None, max_seqlen_q)
+        pairs, max_seqlen_q, beside_gemv = num_kv_heads * num_seqs, metadata.max_seqlen_q, total_q <= MAX_GEMV_ROWS
+        config = choose_config(rows, pairs, k_dim, v_dim, q.dtype, facts, tree is not None, max_seqlen_q, beside_gemv)
     grid, num_splits, lookup = _grid(config, metadata, q.shape, num_kv_heads, facts.num_sms)
     partial = lse = out
     if num_splits > 1:
@@ -423,16 +412,15 @@ def _grid(
 ) -> tuple[tuple[int, int, int], int, int]:
     """The grid, splits of a sequence at most, and sequences that `find_item` looks at; 0: each has as many splits."""
     total_q, num_heads, dim = q_shape
-    num_seqs, group, arrivals = metadata.num_seqs, num_heads // num_kv_heads, metadata.arrivals
+    num_seqs, group = metadata.num_seqs, num_heads // num_kv_heads
     seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
     slots = num_sms * config.programs_per_sm
-    if arrivals is not None and metadata.tree is None:
-        if num_seqs * num_kv_heads > slots:  # 64 rows of 600 tokens: 51 us, 59 otherwise; of fewer rows it is worse
-            slots *= 2
-        num_items = most_items(total_q, num_seqs, num_kv_heads, group, config.block_m, slots)
-        if num_items * num_kv_heads <= len(arrivals) and (lookup := seqs_of_a_lookup(num_seqs)):
-            splits = config.num_splits or min(most_splits(seen, 1, dim), MAX_PARTIALS // total_q, MAX_SHARED_SPLITS)
-            return (num_items, num_kv_heads, 1), max(splits, 1), lookup
+    # 64 rows of 600 tokens: 51 us, with half of the items 59; of fewer rows it is worse.
+    wanted = 2 * slots if num_seqs * num_kv_heads > slots else slots
+    num_items = most_items(total_q, num_seqs, num_kv_heads, group, config.block_m, wanted)
+    if lookup := seqs_looked_at(metadata, num_items, num_kv_heads):
+        splits = config.num_splits or shared_splits(most_splits(seen, 1, dim), total_q)
+        return (num_items, num_kv_heads, 1), splits, lookup
     row_tiles = ceil_div(metadata.max_seqlen_q * group, config.block_m)
     num_splits = config.num_splits
     if num_splits is None:

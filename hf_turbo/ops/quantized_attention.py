@@ -1,7 +1,8 @@
 """Attention of packed queries over a cache whose older blocks are codes (Triton).
 
 As `paged_attention`, whose rows, splits and merge these are; what differs is a tile (`quantized_tiles`). The blocks of
-codes and the wide ones each come to an output, a sum and a maximum of their own, which are joined at the end.
+codes and the wide ones each come to an output, a sum and a maximum of their own, which are joined at the end. As wide
+blocks take longer, splits have even shares of what tiles weigh (`split_weights`) and not of their number.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from .attention_config import (
 )
 from .kv_format import WIDE_BEHIND
 from .launch import Launcher
-from .merge_splits import merge_splits, padded, split_weights
+from .merge_splits import join_if_last, merge_splits, padded, rows_positions, split_weights
 from .metadata import AttentionMetadata, QuantizedKV
 from .quantized_attention_config import choose_config
 from .quantized_tiles import attend_codes, attend_wide, load_queries, store_part
+from .work_items import find_item, items_of_a_wave, seqs_looked_at, shared_splits
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _WIDE_BEHIND = tl.constexpr(WIDE_BEHIND)
+#: Numbers of an output that are joined at once. All programs of a step come to their ends together, so waits count.
+_JOIN = tl.constexpr(1024)
 
 # Signatures and launches are laid out by kind of argument.
 # fmt: off
@@ -42,59 +46,84 @@ def _tiles_in(weight, num_first, num_codes, num_last, WIDE_WEIGHT: tl.constexpr)
     return tl.where(weight > 0, num_first + tl.minimum(tl.maximum(left, 0), num_codes) + num_last, 0)
 
 
+@triton.jit
+def _store_output(
+    ptrs, row_mask, acc0, acc1, acc2, acc3, zeros, code_share, wide0, wide1, wide2, wide3, wide_share,
+    V_DIM: tl.constexpr, PARTS: tl.constexpr,
+):
+    """What codes and wide blocks come to together, part by part."""
+    store_part(ptrs, row_mask, tl.trans((acc0 + zeros) * code_share) + wide0 * wide_share, V_DIM, 0, PARTS)
+    store_part(ptrs, row_mask, tl.trans((acc1 + zeros) * code_share) + wide1 * wide_share, V_DIM, 1, PARTS)
+    if PARTS == 4:
+        store_part(ptrs, row_mask, tl.trans((acc2 + zeros) * code_share) + wide2 * wide_share, V_DIM, 2, PARTS)
+        store_part(ptrs, row_mask, tl.trans((acc3 + zeros) * code_share) + wide3 * wide_share, V_DIM, 3, PARTS)
+
+
 # Nothing is gained by compiling for the alignment of what is read entry by entry.
 @triton.jit(
-    do_not_specialize=["num_splits", "stride_tb", "stride_tc"],
+    do_not_specialize=["num_splits", "num_seqs", "stride_tb", "stride_tc"],
     do_not_specialize_on_alignment=[
         "block_tables_ptr", "code_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "sinks_ptr",
-        "node_masks_ptr", "node_depths_ptr",
+        "node_masks_ptr", "node_depths_ptr", "arrived_ptr",
     ],
 )
 def _quantized_attention_kernel(
     q_ptr, k_wide_ptr, v_wide_ptr, k_codes_ptr, v_codes_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     wide_offsets_ptr, code_offsets_ptr, block_tables_ptr, code_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
-    node_masks_ptr, node_depths_ptr,
-    softmax_scale, num_splits, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb, stride_tc,
+    node_masks_ptr, node_depths_ptr, arrived_ptr,
+    softmax_scale, num_splits, num_seqs, stride_qt, stride_qh, stride_ot, stride_oh, stride_tb, stride_tc,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_CODES: tl.constexpr, V_CODES: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SEGMENTED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, ONE_TOKEN: tl.constexpr,
-    TREE: tl.constexpr, FORMAT: tl.constexpr, WIDE_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
-    CAPABILITY: tl.constexpr,
+    TREE: tl.constexpr, FORMAT: tl.constexpr, WIDE_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    SHARED_OUT: tl.constexpr, PDL: tl.constexpr, CAPABILITY: tl.constexpr,
 ):
     """One program: BLOCK_M rows of one sequence and KV head over one split of its blocks; see `paged_attention`."""
     if PDL:
         gdc_launch_dependents()
-    seq = tl.program_id(2)
     kv_head = tl.program_id(1)
-    split = tl.program_id(0) % num_splits
+    if SHARED_OUT > 0:
+        seq, row_tile, split, live_splits, first_item = find_item(
+            tl.program_id(0), seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, tl.num_programs(0), num_splits,
+            GROUP, BLOCK_M, BLOCK_SIZE, WINDOW, SHARED_OUT, WIDE_WEIGHT,
+        )
+        if seq >= num_seqs:
+            return
+        if FORMAT[0] == 4 and ONE_TOKEN and GROUP <= BLOCK_M:
+            # The loop over int4 codes has no register to spare: what is known here makes it 13 instructions shorter.
+            row_tile = 0
+    else:
+        seq = tl.program_id(2)
+        split = tl.program_id(0) % num_splits
+        live_splits = num_splits
     seq_len = tl.load(seq_lens_ptr + seq)
     q_start = tl.load(cu_seqlens_q_ptr + seq)
-    num_rows = (tl.load(cu_seqlens_q_ptr + seq + 1) - q_start) * GROUP
-    row_tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0) // num_splits
-    if row_tile < 0:
-        return
+    # Of an item that exists, one token a sequence at most is one.
+    q_len = 1 if SHARED_OUT > 0 and ONE_TOKEN else tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    num_rows = q_len * GROUP
+    if SHARED_OUT == 0:
+        row_tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0) // num_splits
+        if row_tile < 0:
+            return
 
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first_query = seq_len - num_rows // GROUP
     q_position = first_query + row // GROUP
-    first_position = first_query if TREE else first_query + (row_tile * BLOCK_M) // GROUP
-    last_position = first_query + (tl.minimum((row_tile + 1) * BLOCK_M, num_rows) - 1) // GROUP
     token = (q_start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     row_mask = row < num_rows
 
     # Positions that some row sees, their blocks, this split's share of those.
-    first_live = 0
-    end_live = tl.maximum(last_position + 1, 0)
-    if WINDOW > 0:
-        first_live = tl.maximum(first_position - WINDOW + 1, 0)
+    first_position, last_position, first_live, end_live = rows_positions(
+        first_query, num_rows, row_tile, GROUP, BLOCK_M, WINDOW, TREE
+    )
     first_tile = first_live // BLOCK_SIZE
     end_tile = tl.cdiv(end_live, BLOCK_SIZE)
     last_tile = end_tile
     if SPLIT:
         weight, num_first, num_last = split_weights(end_tile - first_tile, first_tile == 0, WIDE_WEIGHT)
-        share = tl.cdiv(weight, num_splits)
+        share = tl.cdiv(weight, live_splits)
         num_codes = end_tile - first_tile - num_first - num_last
         end_tile = first_tile + _tiles_in(share * (split + 1), num_first, num_codes, num_last, WIDE_WEIGHT)
         first_tile += _tiles_in(share * split, num_first, num_codes, num_last, WIDE_WEIGHT)
@@ -169,19 +198,34 @@ def _quantized_attention_kernel(
     code_share = (code_share * inverse)[None, :]
     wide_share = (wide_share * inverse)[:, None]
     zeros = tl.sum(shifts, 0)[None, :] if FORMAT[2] else tl.zeros_like(code_share)
+    out_row = token * stride_ot + head * stride_oh
     if SPLIT:
+        if SHARED_OUT > 0 and live_splits == 1:
+            _store_output(
+                out_ptr + out_row, row_mask, acc0, acc1, acc2, acc3, zeros, code_share,
+                wide0, wide1, wide2, wide3, wide_share, V_DIM, PARTS,
+            )
+            return
         partial_row = (token * (tl.num_programs(1) * GROUP) + head) * num_splits + split
         tl.store(lse_ptr + partial_row, row_max + tl.log2(row_sum), mask=row_mask)
         # The merge makes nothing of the partial output of a split whose log-sum-exp is -inf.
-        row_mask = row_mask & (HAS_SINKS | (end_tile > first_tile))
-        out_ptrs = partial_ptr + partial_row * V_DIM
+        is_written = row_mask & (HAS_SINKS | (end_tile > first_tile))
+        partial_ptrs = partial_ptr + partial_row * V_DIM
+        _store_output(
+            partial_ptrs, is_written, acc0, acc1, acc2, acc3, zeros, code_share,
+            wide0, wide1, wide2, wide3, wide_share, V_DIM, PARTS,
+        )
+        if SHARED_OUT > 0:
+            join_if_last(
+                arrived_ptr + first_item * tl.num_programs(1) + kv_head, partial_ptr, lse_ptr, out_ptr,
+                partial_row - split, out_row, row_mask, live_splits,
+                V_DIM, min(padded(V_DIM), max(_JOIN // BLOCK_M, 16)), BLOCK_M,
+            )
     else:
-        out_ptrs = out_ptr + token * stride_ot + head * stride_oh
-    store_part(out_ptrs, row_mask, tl.trans((acc0 + zeros) * code_share) + wide0 * wide_share, V_DIM, 0, PARTS)
-    store_part(out_ptrs, row_mask, tl.trans((acc1 + zeros) * code_share) + wide1 * wide_share, V_DIM, 1, PARTS)
-    if PARTS == 4:
-        store_part(out_ptrs, row_mask, tl.trans((acc2 + zeros) * code_share) + wide2 * wide_share, V_DIM, 2, PARTS)
-        store_part(out_ptrs, row_mask, tl.trans((acc3 + zeros) * code_share) + wide3 * wide_share, V_DIM, 3, PARTS)
+        _store_output(
+            out_ptr + out_row, row_mask, acc0, acc1, acc2, acc3, zeros, code_share,
+            wide0, wide1, wide2, wide3, wide_share, V_DIM, PARTS,
+        )
 
 
 # fmt: on
@@ -232,13 +276,7 @@ def paged_attention(
             facts,
             tree is not None,
         )
-    row_tiles = ceil_div(rows, config.block_m)
-    num_splits = config.num_splits
-    if num_splits is None:
-        seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + metadata.max_seqlen_q)
-        slots = facts.num_sms * config.programs_per_sm
-        max_splits = ceil_div(seen, max(MIN_KEYS_PER_SPLIT, block_size))
-        num_splits = choose_num_splits(row_tiles * kv.num_kv_heads * num_seqs, max_splits, slots)
+    grid, num_splits, lookup = _grid(config, metadata, total_q, group, kv, facts.num_sms)
     if num_splits > 1:
         partial = torch.empty(total_q, num_heads, num_splits, kv.v_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(total_q, num_heads, num_splits, dtype=torch.float32, device=q.device)
@@ -253,7 +291,7 @@ def paged_attention(
         metadata.sliding_window or 0, logit_softcap or 0.0, group, sinks is not None, num_splits > 1,
         metadata.max_seqlen_q == 1 and tree is None, tree is not None,
         (fmt.bits, fmt.is_float, fmt.zero_values, 448.0 if fmt.is_float else 127.0, fmt.key_groups(block_size)),
-        wide_weight, config.block_m, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
+        wide_weight, config.block_m, lookup, config.pdl, 0 if q.dtype == torch.float32 else facts.capability,
     )  # fmt: skip
     misaligned = tuple(t.data_ptr() % 16 for t in (q, out, wide_k, wide_v, codes_k, codes_v))
     specialised = (q.device, q.dtype, None if sinks is None else sinks.dtype, strides, misaligned)
@@ -261,19 +299,36 @@ def paged_attention(
     with torch.cuda.device_of(q):
         _launch_attention(
             (specialised, constants, config.num_warps, config.num_stages, config.max_registers),
-            (row_tiles * num_splits, kv.num_kv_heads, num_seqs),
+            grid,
             q, wide_k, wide_v, codes_k, codes_v, out, partial, lse, q if sinks is None else sinks,
             kv.wide.segment_offsets, kv.codes.segment_offsets, metadata.block_tables, code_tables,
             metadata.seq_lens, metadata.cu_seqlens_q, None if tree is None else tree.masks,
-            None if tree is None else tree.depths, float(softmax_scale), num_splits, *strides,
+            None if tree is None else tree.depths, metadata.arrivals if lookup else None,
+            float(softmax_scale), num_splits, num_seqs, *strides,
             metadata.block_tables.stride(0), code_tables.stride(0), *constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
             launch_pdl=config.pdl, enable_fp_fusion=True,
         )
     # fmt: on
-    if num_splits > 1:
+    if num_splits > 1 and not lookup:
         merge_splits(partial, lse, out, metadata, block_size, specialised, config.pdl, wide_weight)
     return out
+
+
+def _grid(
+    config: AttentionConfig, metadata: AttentionMetadata, total_q: int, group: int, kv: QuantizedKV, num_sms: int
+) -> tuple[tuple[int, int, int], int, int]:
+    """As of `paged_attention`: the grid, splits of a sequence at most, and sequences that `find_item` looks at."""
+    num_seqs, heads, max_seqlen_q = metadata.num_seqs, kv.num_kv_heads, metadata.max_seqlen_q
+    seen = min(metadata.max_seqlen_k, (metadata.sliding_window or 2**30) + max_seqlen_q)
+    max_splits = ceil_div(seen, max(MIN_KEYS_PER_SPLIT, kv.block_size))
+    slots = num_sms * config.programs_per_sm
+    num_items = items_of_a_wave(total_q, num_seqs, max_seqlen_q, heads, group, config.block_m, slots)
+    if lookup := seqs_looked_at(metadata, num_items, heads):
+        return (num_items, heads, 1), config.num_splits or shared_splits(max_splits, total_q), lookup
+    row_tiles = ceil_div(max_seqlen_q * group, config.block_m)
+    num_splits = config.num_splits or choose_num_splits(row_tiles * heads * num_seqs, max_splits, slots)
+    return (row_tiles * num_splits, heads, num_seqs), num_splits, 0
 
 
 def _check(q: torch.Tensor, kv: QuantizedKV, softmax_scale: float, sinks: torch.Tensor | None) -> None:

@@ -16,6 +16,8 @@ import test_compile_ahead as ahead
 
 #: A kernel with registers to spare keeps so much on its stack around the slow path of a division.
 STACK_BYTES = 16
+#: Where programs share keys out int4 with heads of 256 keeps a little more, none of it within a loop.
+SHARED_OUT_STACK_BYTES = 24
 #: Of the largest tiles of float8 keys, 64 numbers a thread: so much of what is tried goes through the stack.
 TRIES_STACK_BYTES = 288
 #: What a turn over int4 codes exchanges through shared memory, at most. Scales that aren't one copy ahead of their use,
@@ -66,8 +68,9 @@ def compile_case(capability, fmt="int8", dims=(128, 128), block_size=64, dtype="
 
 
 def compile_attention(
-    capability, fmt="int8", dims=(128, 128), block_size=64, dtype="bfloat16", q_len=1, group=4, num_seqs=16
-):
+    capability, fmt="int8", dims=(128, 128), block_size=64, dtype="bfloat16", q_len=1, group=4, num_seqs=16,
+    window=None, shared_out=False,
+):  # fmt: skip
     """Attends, by default in a decode step over a pool that grows; returns the facts of the kernel."""
     import torch
 
@@ -78,8 +81,10 @@ def compile_attention(
 
     heads, fmt, dtype = 8, KV_FORMATS[fmt], getattr(torch, dtype)
     with ahead.recorded(capability, quantized_attention) as compiled, torch.device("meta"):
-        wide, metadata = ahead.make_cache(q_len, heads, dims, block_size, dtype, 2, None, num_seqs)
+        wide, metadata = ahead.make_cache(q_len, heads, dims, block_size, dtype, 2, window, num_seqs)
         metadata.code_tables = metadata.block_tables
+        if shared_out:
+            metadata.arrivals = torch.empty(metadata.MAX_ARRIVALS, dtype=torch.int32)
         sizes = fmt.key_bytes(block_size, dims[0]), fmt.value_bytes(block_size, dims[1])
         pools = [tuple(torch.empty(1000, heads, size, dtype=torch.uint8) for _ in range(2)) for size in sizes]
         kv = QuantizedKV(wide, LayerKV(*pools, torch.empty(2, MAX_SEGMENTS, dtype=torch.int64), True), fmt)
@@ -113,11 +118,22 @@ ATTENTION = {
     "attend-int4-fp16-block32": {"fmt": "int4", "block_size": 32, "dtype": "float16"},
     "attend-int8-fp32": {"dtype": "float32"},
 }
+#: Where programs share keys out there is no merge. Chunks are so short that they are split.
+SHARED_OUT = {
+    f"{name}-shared-out": case | {"shared_out": True} | ({"q_len": 60, "num_seqs": 4} if "chunk" in name else {})
+    for name, case in (ATTENTION | {"attend-fp8-window": {"fmt": "fp8", "window": 1024}}).items()
+}
+ATTENTION |= SHARED_OUT
+# fmt: off
 QUICK_ATTENTION = {
     80: ["attend-fp8"],
     86: ["attend-int8"],
-    90: ["attend-int8", "attend-int4", "attend-int4-few", "attend-fp8"],
+    90: [
+        "attend-int8", "attend-int4", "attend-int4-few", "attend-fp8",
+        *(f"attend-{fmt}-shared-out" for fmt in ("int8", "fp8", "int4")),
+    ],
 }
+# fmt: on
 
 
 def compile_all(capability, cases):
@@ -158,13 +174,14 @@ def check_attention(facts, capability, name):
     assert isinstance(facts, list), facts
     kernel = facts[0]
     assert kernel["name"] == "_quantized_attention_kernel"
-    assert [other["name"] for other in facts[1:]] == ["_merge_splits_kernel"] * ("chunk" not in name)
-    assert kernel["stack"] <= STACK_BYTES, kernel
+    is_merged = "chunk" not in name and "shared-out" not in name
+    assert [other["name"] for other in facts[1:]] == ["_merge_splits_kernel"] * is_merged
+    assert kernel["stack"] <= (SHARED_OUT_STACK_BYTES if "shared-out" in name else STACK_BYTES), kernel
     assert kernel["shared"] <= ahead.DEVICES[capability][1], kernel
     if "fp32" not in name:
         assert kernel["tensor_core_ops"], kernel
         assert min(kernel["async_copies"]) >= 4 and kernel["async_copies"].count(16) > 4, kernel
-    if name in ("attend-int4", "attend-int4-d80"):
+    if name in ("attend-int4", "attend-int4-d80", "attend-int4-shared-out"):
         assert kernel["exchanges_in_loop"][0] <= EXCHANGES, kernel
 
 

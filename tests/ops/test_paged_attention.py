@@ -250,7 +250,7 @@ def test_only_the_last_to_arrive_joins(monkeypatch):
         joins.append(args)
         return join_splits(*args)
 
-    monkeypatch.setattr("hf_turbo.ops.paged_attention.join_splits", counted)
+    monkeypatch.setattr("hf_turbo.ops.merge_splits.join_splits", counted)
     check_shared_out(make_case([1, 1], [130, 5], device=DEVICE))
     assert len(joins) == 2  # KV heads; of the short sequence there is nothing to join
 
