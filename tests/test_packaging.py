@@ -33,7 +33,7 @@ LAYERS = [
 
 OPTIONAL = {
     "triton", "typer", "flash_attn", "datasets", "matplotlib", "gguf", "rich", "peft", "sentencepiece",
-    "prometheus_client",
+    "cuda", "prometheus_client",
 }  # fmt: skip
 MAX_LINES = 450
 
@@ -41,11 +41,11 @@ MAX_LINES = 450
 KERNELS = {
     PACKAGE / "ops" / f"{name}.py"
     for name in (
-        "accept_round", "activation", "argmax", "attention_masks", "copy_blocks", "head_block", "int4_kernels",
-        "int4_linear", "int4_rows", "int4_tiles", "kv_code_kernels", "kv_code_numbers", "linear_kernels",
-        "linear_rows", "merge_splits", "move_kv", "norm", "packed_tokens", "paged_attention", "permute_columns",
-        "quantize_kv", "quantized_attention", "quantized_tiles", "repeat_text", "rotary", "rotate", "store_kv",
-        "tree_tokens", "work_items",
+        "accept_round", "activation", "angles", "argmax", "attention_masks", "copy_blocks", "embedding", "head_block",
+        "int4_kernels", "int4_linear", "int4_rows", "int4_tiles", "kv_code_kernels", "kv_code_numbers",
+        "linear_kernels", "linear_rows", "merge_splits", "move_kv", "norm", "packed_tokens", "paged_attention",
+        "permute_columns", "quantize_kv", "quantized_attention", "quantized_tiles", "repeat_text", "rotary", "rotate",
+        "store_kv", "tree_tokens", "work_items",
     )
 }  # fmt: skip
 

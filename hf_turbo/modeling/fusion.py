@@ -28,9 +28,12 @@ from .patterns import (
     pending,
     product_of,
 )
+from .rotary_angles import angles_rule
 
 #: Weights that one launch takes.
 _MAX_WEIGHTS = 3
+#: Up to so many indices torch's kernel for embeddings goes through them one by one.
+_FEW_INDICES = 16
 
 
 def product_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
@@ -107,7 +110,8 @@ def _normed(
     if found is None:
         return dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm, perm=perm)
     total, terms = found
-    a, b = (mode.tensor(x).reshape(-1, size) for x in terms)
+    # The later term first: what it is computed from may take the earlier one, a sum itself, with a norm.
+    b, a = (mode.tensor(x).reshape(-1, size) for x in reversed(terms))
     normed, added = dispatch.rms_norm(b, norm, residual=a, perm=perm)
     mode.finish(total, added.view(total.meta.shape))
     return normed
@@ -156,6 +160,17 @@ def expert_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     return dispatch.expert_linear(x, weight, mode.tensor(ids)).view(value.meta.shape)
 
 
+def embedding_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
+    """Few rows of an embedding."""
+    if value.func is not aten.embedding.default:
+        return None
+    weight, ids = value.args[:2]
+    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dtype in _EMBEDDING_DTYPES
+    if not is_plain or weight.stride(1) != 1 or not 0 < ids.numel() <= _FEW_INDICES:
+        return None
+    return dispatch.embedding(weight, mode.tensor(ids))
+
+
 def rotary_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     """Rotary embedding of `[batch, heads, tokens, head_dim]`, or with heads and tokens the other way round."""
     rotary = match_rotary(Deferred(value, None, mode.device)) if value.func in _ROTARY_ENDS else None
@@ -176,9 +191,12 @@ def rotary_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
     return (out.transpose(1, 2) if heads_first else out).reshape(value.meta.shape)
 
 
+_EMBEDDING_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROTARY_ENDS = (aten.add.Tensor, aten.cat.default, aten._to_copy.default)
 
-STEP_RULES = (rotary_rule, residual_rule, gated_rule, norm_rule, expert_rule, product_rule)
+STEP_RULES = (
+    rotary_rule, residual_rule, gated_rule, norm_rule, expert_rule, product_rule, angles_rule, embedding_rule,
+)  # fmt: skip
 
 
 def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> list[Product] | None:

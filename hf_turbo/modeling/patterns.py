@@ -88,7 +88,7 @@ def match_gated(value: Value) -> tuple[torch.Tensor, torch.Tensor, str] | None:
     """`act(gate) * up`: gate, up and the activation's name."""
     if value.func is not aten.mul.Tensor:
         return None
-    for gated, up in _either_order(value):
+    for gated, up in either_order(value):
         act = pending(gated, *_ACTIVATIONS)
         if act is not None and all((x.shape, x.dtype) == (up.shape, up.dtype) for x in (act.args[0], value.meta)):
             kind = _ACTIVATIONS[act.func]
@@ -125,7 +125,7 @@ def _match_rms_norm(x: Any) -> tuple[torch.Tensor, RMSNorm] | None:
         return source, RMSNorm(weight, eps, plus_one=False, round_first=False)
     product = pending(x, aten.mul.Tensor)
     if product is not None:  # the weight comes last, in the result's dtype
-        for weight, normed in _either_order(product):
+        for weight, normed in either_order(product):
             scale = _scale(weight)
             found = _normalised(_uncast(normed, product.meta.dtype), product.meta.dtype)
             if scale is not None and found is not None:
@@ -138,7 +138,7 @@ def _match_rms_norm(x: Any) -> tuple[torch.Tensor, RMSNorm] | None:
     if cast is not None and cast.args[0].dtype == torch.float32:  # the weight comes before the cast, in fp32
         dtype, inner = cast.meta.dtype, cast.args[0]
         product = pending(inner, aten.mul.Tensor)
-        for weight, normed in _either_order(product) if product is not None else ():
+        for weight, normed in either_order(product) if product is not None else ():
             scale, found = _scale(weight), _normalised(normed, dtype)
             if scale is not None and found is not None:
                 return found[0], RMSNorm(scale[0], found[1], plus_one=scale[1], round_first=False)
@@ -151,7 +151,7 @@ def _match_rms_norm(x: Any) -> tuple[torch.Tensor, RMSNorm] | None:
 def match_rotary(x: Any) -> Rotary | None:
     """Rotary embedding (Su et al., 2021), of halves or of neighbours, of all of a head or of its first part."""
     joined = pending(x, aten.cat.default)
-    if joined is not None and _last_dim(joined, 1) and len(joined.args[0]) == 2:
+    if joined is not None and joins_last_dim(joined, 1) and len(joined.args[0]) == 2:
         turned, rest = joined.args[0]
         rotary = _rotation(turned)
         if rotary is None or rotary.rotary_dim != turned.shape[-1]:
@@ -174,12 +174,12 @@ def _rotation(x: Any) -> Rotary | None:
     total = pending(x, aten.add.Tensor)
     if total is None or total.kwargs:
         return None
-    for plain, crossed in _either_order(total):
+    for plain, crossed in either_order(total):
         straight, across = pending(plain, aten.mul.Tensor), pending(crossed, aten.mul.Tensor)
         if straight is None or across is None:
             continue
-        for source, cos in _either_order(straight):
-            for turned, sin in _either_order(across):
+        for source, cos in either_order(straight):
+            for turned, sin in either_order(across):
                 style = _turn_of(turned, source)
                 if style is None or total.meta.dtype != source.dtype:
                     continue  # cosines of a wider dtype make the result wider than the heads
@@ -191,7 +191,7 @@ def _rotation(x: Any) -> Rotary | None:
 def _turn_of(x: Any, source: Any) -> str | None:
     """Whether `x` is `source` with its halves, or its neighbours, crossed: (-b, a) of (a, b)."""
     joined = pending(x, aten.cat.default, aten.stack.default)
-    if joined is None or len(joined.args[0]) != 2 or not _last_dim(joined, 1):
+    if joined is None or len(joined.args[0]) != 2 or not joins_last_dim(joined, 1):
         return None
     minus, first = joined.args[0]
     negated = pending(minus, aten.neg.default)
@@ -229,7 +229,7 @@ def _normalised(x: Any, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None
     product = pending(x, aten.mul.Tensor)
     if product is None or product.meta.dtype != torch.float32:
         return None
-    for f, factor in _either_order(product):
+    for f, factor in either_order(product):
         root = pending(factor, aten.rsqrt.default)
         total = None if root is None else pending(root.args[0], aten.add.Tensor)
         if total is None or not isinstance(total.args[1], float):
@@ -267,7 +267,8 @@ def _uncast(x: Any, dtype: torch.dtype) -> Any:
     return x if cast is None or cast.meta.dtype != dtype else cast.args[0]
 
 
-def _either_order(value: Value) -> Iterator[tuple[Any, Any]]:
+def either_order(value: Value) -> Iterator[tuple[Any, Any]]:
+    """The first two operands of a value, where both are tensors, and the other way round."""
     a, b = value.args[:2]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         yield a, b
@@ -278,7 +279,7 @@ def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape
 
 
-def _last_dim(joined: Value, default_args: int) -> bool:
+def joins_last_dim(joined: Value, default_args: int) -> bool:
     """Whether `cat` or `stack` joins along the last dimension."""
     dim = joined.args[1] if len(joined.args) > default_args else 0
     return dim in (-1, joined.meta.dim() - 1)

@@ -33,12 +33,13 @@ VIEWS = frozenset({
     aten.select.int, aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default,
 })  # fmt: skip
 
-#: What waits: pointwise operations, the sums of norms, and matrix products.
+#: What waits: pointwise operations, the sums of norms, looked up rows, and matrix products.
 DEFERRED = frozenset({
     aten._to_copy.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
     aten.pow.Tensor_Scalar, aten.mean.dim, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
     aten.sigmoid.default, aten.tanh.default, aten.cat.default, aten.stack.default, aten.clone.default,
-    aten._fused_rms_norm.default, aten.bmm.default, aten.index.Tensor, *PRODUCTS,
+    aten._fused_rms_norm.default, aten.bmm.default, aten.index.Tensor, aten.cos.default, aten.sin.default,
+    aten.embedding.default, *PRODUCTS,
 })  # fmt: skip
 
 #: Computes a value: its result, or None where the rule has nothing to say.
@@ -111,6 +112,8 @@ class DeferredMode(TorchDispatchMode):
         self._transient = transient
         self._deferred = DEFERRED | transient
         self.num_launched = 0
+        #: Operations that wrote to a tensor.
+        self.num_writes = 0
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
         self._products: dict[Any, list[weakref.ref[Value]]] = {}
 
@@ -170,11 +173,15 @@ class DeferredMode(TorchDispatchMode):
             if value is not None and value.result is None:
                 yield value
 
+    def waiting(self, *funcs: Any) -> list[Value]:
+        """The values of these operations that nobody has asked for yet, in no order."""
+        return [value for value in list(self._pending) if value.func in funcs and value.result is None]
+
     def _is_ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
         tensors = [x for x in _leaves(args) if isinstance(x, torch.Tensor)]
         if any(isinstance(x, Deferred) for x in tensors):
             return kwargs.get("device") in (None, self.device)
-        floats = all(x.is_floating_point() for x in tensors[:1])
+        floats = _is_float(kwargs.get("dtype")) or all(x.is_floating_point() for x in tensors[:1])
         moved = kwargs.get("device") not in (None, self.device)
         return floats and not moved and any(x.device == self.device and x.dim() > 0 for x in tensors)
 
@@ -216,6 +223,7 @@ class DeferredMode(TorchDispatchMode):
 
     def _before_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Computes what still has to read a tensor that is about to be written."""
+        self.num_writes += 1
         schema = func._schema.arguments
         named = [*zip((a.name for a in schema), args, strict=False), *kwargs.items()]
         written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
@@ -239,6 +247,10 @@ def whole(x: Any) -> Any:
             break
         x = base
     return x
+
+
+def _is_float(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point
 
 
 def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:

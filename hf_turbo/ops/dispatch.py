@@ -31,6 +31,7 @@ __all__ = [
     "argmax",
     "code_addresses",
     "dequantize_blocks",
+    "embedding",
     "expert_linear",
     "gated",
     "gather_kv",
@@ -45,6 +46,7 @@ __all__ = [
     "quantize_blocks",
     "repeat_text",
     "rms_norm",
+    "rotary_angles",
     "rotary_store_kv",
     "rotate",
     "serves_linear",
@@ -217,6 +219,20 @@ def rotate(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """Rotary embedding; see `reference_layers.rotate`."""
     module = _kernels("rotate") if uses_triton(x.device) else reference_layers
     return module.rotate(x, *args, **options)
+
+
+def rotary_angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of rotary embedding; see `reference_layers.rotary_angles`."""
+    module = _kernels("angles") if uses_triton(positions.device) else reference_layers
+    return module.rotary_angles(frequencies, positions, **options)
+
+
+def embedding(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of an embedding; see `reference_layers.embedding`."""
+    module = _kernels("embedding") if uses_triton(weight.device) else reference_layers
+    return module.embedding(weight, ids)
 
 
 def rms_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:

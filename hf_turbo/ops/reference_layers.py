@@ -98,3 +98,22 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, *, out: torch.Tensor 
     else:
         raise ValueError(f"kind must be silu, gelu_tanh or gelu, got {kind!r}")
     return torch.mul(activated, up, out=out)
+
+
+def rotary_angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, *, join: str, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `angles.rotary_angles`."""
+    angles = positions.float()[:, :, None] * frequencies[:, None]
+    if join == "halves":
+        angles = torch.cat((angles, angles), -1)
+    elif join == "neighbours":
+        angles = angles.repeat_interleave(2, -1)
+    elif join != "alone":
+        raise ValueError(f"join must be halves, neighbours or alone, got {join!r}")
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def embedding(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """See `embedding.embedding`."""
+    return F.embedding(ids, weight)

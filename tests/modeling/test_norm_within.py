@@ -20,7 +20,7 @@ LAUNCHES = {
     "llama": {"with norm": 5, "linears": 4},
     "qwen2": {"with norm": 5, "linears": 4},
     "phi3": {"with norm": 5, "linears": 4},
-    "gemma2": {"with norm": 3, "linears": 6, "norms": 6},
+    "gemma2": {"with norm": 1, "linears": 8, "norms": 8},
 }
 
 
