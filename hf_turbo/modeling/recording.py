@@ -13,7 +13,11 @@ Result = TypeVar("Result")
 
 
 def record(
-    function: Callable[[], Result], device: torch.device, pool: Any, stream: torch.cuda.Stream
+    function: Callable[[], Result],
+    device: torch.device,
+    pool: Any,
+    stream: torch.cuda.Stream,
+    keep_graph: bool = False,
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """What a function launches on a device, as a graph, and what it returns: tensors that each replay fills anew.
 
@@ -22,13 +26,14 @@ def record(
     Args:
         pool: of graphs that may share memory.
         stream: to record on.
+        keep_graph: leave it to the caller to instantiate the graph, who may change it.
     """
     was_enabled = gc.isenabled()
     gc.disable()  # what it would free might wait for the device, which a capture can't
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph)
             with _own_random_state(device):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

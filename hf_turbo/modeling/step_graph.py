@@ -25,6 +25,7 @@ from ..compat import CACHE_NAME
 from ..ops.attention_config import next_power_of_2
 from ..ops.deferred import DeferredMode, Rule
 from ..ops.metadata import new_arrivals
+from .carveout import tune
 from .fusion import pick_rows
 from .head_input import HeadInput
 from .model_state import CapturedState, settings
@@ -222,6 +223,8 @@ class StepGraph:
         #: Outputs that the model hands on as it has them when it is asked.
         self._handed_on: dict[str, Callable[[], torch.Tensor | None]] = {}
         self.output: ModelOutput | None = None
+        self._writes = 0  # operations of the model that write to tensors: each replay does so
+        self.carveout: int | None = None  # as of `tune`
         self.head_input: torch.Tensor | None = None
         self.num_bytes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -310,6 +313,7 @@ class StepGraph:
             mode = _ReadingMode(self.rules, self.device, set_anew.keys(), state.read)
         with mode:
             output = forward(**self.tensors, **self.options, **{CACHE_NAME: self.cache})
+        self._writes = mode.num_writes
         self.cache.check_attended()
         if not isinstance(output, ModelOutput):
             raise StepUnsuited(f"the forward returns a {type(output).__name__}")
@@ -331,7 +335,8 @@ class StepGraph:
         self, forward: Forward, pool: Any, stream: torch.cuda.Stream, watch: HeadInput | None = None
     ) -> None:
         """Records the step. Everything that it needs must have been compiled by `compute`."""
-        self._graph, self.output = record(lambda: self.compute(forward, watch), self.device, pool, stream)
+        self._graph, self.output = record(lambda: self.compute(forward, watch), self.device, pool, stream, True)
+        self.carveout = tune(self._graph, is_repeatable=not (self._writes or self.is_packed))
         self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers) if x.store is not None]
         self._versions = {window: group.blocks.version for window, group in self.groups.items()}
 
