@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class SpeculationRow:
     """One way to draft in one case.
 
     Args:
-        case: `model/b1/nodes64`, `model/b1/forced0.8x4` or `model/b8/summarization`.
+        case: `model/b1/nodes64`, `model/b1/forced0.8x4` or `model/b8/new128/summarization`.
         step_ms: of a plain step: seconds a token of a row. round_ms: of a forward with its draft and its outcome.
         tokens_per_round: that a row got from a forward on average; speedup: over the plain variant of the same run.
         bound: of a forced acceptance, the speed-up if drafts and their verification were free.
@@ -250,27 +250,30 @@ def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
     measured: dict[tuple[str, str], list[DraftedText]] = defaultdict(list)
     same: dict[tuple[str, str], int] = defaultdict(int)
     for place, (category, inputs) in enumerate(groups):
-        # Nobody's first call with a prompt as long as this is timed, nor does any variant always come first.
+        # Nobody's first call with a text as long as this is timed, nor does any variant always come first.
         turn = [*variants][place % len(variants) :] + [*variants][: place % len(variants)]
         for name in turn:
-            drafted(model, variants[name], inputs, 2)
-        found = {name: drafted(model, variants[name], inputs, args.new) for name in turn}
+            drafted(model, variants[name], inputs, args.new)
+        found = {
+            name: typical_of(drafted(model, variants[name], inputs, args.new) for _ in range(args.repeats))
+            for name in turn
+        }
         for name, one in found.items():
             measured[category, name].append(one)
             same[category, name] += count_same(model, inputs, args.new, one.text, found["plain"].text)
     common = dict(bench="speculation", device=device_name(device), versions=versions(), dtype=args.dtype)
     padding = model.generation_config.pad_token_id
     for category in dict.fromkeys(category for category, _ in groups):
-        plain = measured[category, "plain"]
-        num_tokens = sum(int((one.text != padding).sum()) for one in plain)
+        plain = seconds_per_token(measured[category, "plain"], padding)
         for name in variants:
             each = measured[category, name]
-            took = sum(one.seconds for one in each)
+            num_tokens = sum(sum(one.lengths(padding)) for one in each)
             got, steps, accepted, guessed = (sum(one.counts[i] for one in each) for i in range(4))
             yield SpeculationRow(
-                case=f"{args.model}/b{args.batch}/{category}", variant=name, tokens_per_s=num_tokens / took,
+                case=f"{args.model}/b{args.batch}/new{args.new}/{category}", variant=name,
+                tokens_per_s=num_tokens / sum(one.seconds for one in each),
                 tokens_per_round=got / steps if steps else None, acceptance=accepted / guessed if guessed else None,
-                speedup=sum(one.seconds for one in plain) / took, texts=sum(len(one.text) for one in plain),
+                speedup=plain / seconds_per_token(each, padding), texts=sum(len(one.text) for one in each),
                 same_texts=None if name == "plain" else same[category, name], **common,
             )  # fmt: skip
 
@@ -281,6 +284,21 @@ class DraftedText(NamedTuple):
     seconds: float
     text: torch.Tensor
     counts: tuple[int, int, int, int]
+
+    def lengths(self, padding: int) -> list[int]:
+        """New tokens of each row."""
+        return [min(int((row != padding).sum()) + 1, len(row)) for row in self.text]  # what ends a text may be padding
+
+
+def seconds_per_token(calls: Sequence[DraftedText], padding: int) -> float:
+    """Of the longest row of each: a text that rounding has led elsewhere may end elsewhere, too."""
+    return sum(one.seconds for one in calls) / sum(max(one.lengths(padding)) for one in calls)
+
+
+def typical_of(calls: Iterable[DraftedText]) -> DraftedText:
+    """The one that took the median time."""
+    ordered = sorted(calls, key=lambda one: one.seconds)
+    return ordered[len(ordered) // 2]
 
 
 def drafted(model: Any, speculation: Any | None, inputs: dict[str, torch.Tensor], new: int) -> DraftedText:
