@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import random
-import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from asks import (
+    DRAFTERS,
+    Ask,
+    KnowingRows,
+    ask_greedy,
+    asks_of,
+    assert_all_right,
+    assert_idle,
+    both_ways,
+    knowing,
+    serve,
+    serve_all,
+)
 from combinations import few
-from helpers import assert_pool_accounts, generate, groups, poison_what_is_freed, prompt, stepped_aside, used_blocks
+from drafting import TREES, Knowing, heads_of, pair, random_model, stats, tree_of, truncated
+from helpers import generate, poison_what_is_freed, prompt, stepped_aside
 from steps import CapturedSteps
-from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import hf_turbo
-from hf_turbo.cache.forward_plan import PackedUnsuited
-from hf_turbo.engine import drafted as drafted_module
-from hf_turbo.engine import memory as memory_module
 from hf_turbo.engine import row_drafts as row_drafts_module
 from hf_turbo.engine.engine import Engine
 from hf_turbo.engine.forwards import RowForwards
 from hf_turbo.engine.limits import EngineLimits
-from hf_turbo.engine.options import RequestOptions
-from hf_turbo.engine.request import Request, Status
-from hf_turbo.engine.row_drafts import DraftModelRows
-from hf_turbo.generation.acceptance import Accepted
+from hf_turbo.engine.request import Status
 from hf_turbo.generation.drafts import Draft
-from hf_turbo.generation.pace import Pace
 from hf_turbo.generation.tree_steps import TreeSteps
-from hf_turbo.patching import handle_of, is_patched
-
-sys.path.append(str(Path(__file__).parents[1] / "speculation"))
-
-from drafting import TREES, Knowing, heads_of, letters, pair, random_model, stats, tree_of, truncated
-
-LETTERS = letters()
-EOS = [5, 17, *range(40, 46)]
+from hf_turbo.patching import handle_of
 
 
 @pytest.fixture(autouse=True)
@@ -50,117 +47,6 @@ def no_grad_and_poison(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("heads")
-
-
-DRAFTERS = {
-    "lookup": lambda one, folder: hf_turbo.PromptLookup(num_tokens=7),
-    "lookup, always 3": lambda one, folder: hf_turbo.PromptLookup(num_tokens=3, adaptive=False),
-    "same model": lambda one, folder: hf_turbo.DraftModel(one.stock, num_tokens=3, adaptive=False),
-    "truncated": lambda one, folder: hf_turbo.DraftModel(truncated(one.stock.tiny_name), num_tokens=3),
-    "other model": lambda one, folder: hf_turbo.DraftModel(random_model("llama"), num_tokens=1, adaptive=False),
-    "chain of heads": lambda one, folder: hf_turbo.Medusa(heads_of(one.model, folder), tree=[[0], [0, 0]]),
-    "2x2x2": lambda one, folder: hf_turbo.Medusa(heads_of(one.model, folder), tree=TREES["full 2x2x2"], adaptive=False),
-}
-
-
-class Ask:
-    """A request, and what it must say.
-
-    Args:
-        tokens: the prompt.
-        options: of `generate()`, and its seed.
-    """
-
-    def __init__(self, tokens, processors=(), **options):
-        self.tokens, self.options, self.processors = list(tokens), {"max_new_tokens": 12, **options}, processors
-
-    @property
-    def tokenizer(self):
-        return LETTERS if "stop_strings" in self.options else None
-
-    def request(self, model, name=""):
-        options = {"do_sample": False, **self.options}
-        processors = LogitsProcessorList(self.processors)
-        own = RequestOptions.of(model, self.tokens, None, options, processors, tokenizer=self.tokenizer)
-        return Request(name, self.tokens, own.max_new_tokens, own.num_sequences, options=own)
-
-    def alone(self, model):
-        """The new tokens of its texts by `generate()`, without the padding after an end."""
-        options = dict(self.options, tokenizer=self.tokenizer, logits_processor=LogitsProcessorList(self.processors))
-        torch.manual_seed(options.pop("seed", 0))
-        ids = generate(model, torch.tensor([self.tokens]), options.pop("max_new_tokens"), **options).sequences
-        return [cut(row, self.options.get("eos_token_id", ())) for row in ids[:, len(self.tokens) :].tolist()]
-
-
-def cut(tokens, ends):
-    place = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: place + 1]
-
-
-def random_ask(rng, one):
-    """Prompts that repeat themselves or not, of all kinds of choice and all kinds of ends."""
-    length = rng.choice([1, 2, 5, 9, 14, 25])
-    tokens = prompt(1, length, seed=rng.randrange(8))[0].tolist() * rng.choice([1, 1, 2])
-    options = {"max_new_tokens": rng.choice([1, 2, 7, 12, 20])}
-    if rng.random() < 0.4:
-        options |= {"do_sample": True, "temperature": 1.2, "seed": rng.randrange(100), "top_k": rng.choice([0, 1, 20])}
-    if rng.random() < 0.2:
-        options["repetition_penalty"] = 1.4
-    if rng.random() < 0.3:
-        options["eos_token_id"] = EOS
-    ask = Ask(tokens, **options)
-    if rng.random() < 0.25:
-        said = ask.alone(one.stock)[0]
-        start = rng.randrange(len(said))
-        options["stop_strings"] = [LETTERS.decode(said[start : start + 2])]
-        ask = Ask(tokens, **options)
-    return ask
-
-
-@cache
-def asks_of(name, seed, count):
-    """Requests, and what each says alone on the stock model."""
-    rng, one = random.Random(seed), pair(name)
-    asks = [random_ask(rng, one) for _ in range(count)]
-    return [(ask, ask.alone(one.stock)) for ask in asks]
-
-
-def serve(model, asks, rng, cancel=0.0, **limits):
-    """Runs requests that come at any time, some of which are cancelled at any time; the engine is idle afterwards."""
-    limits = EngineLimits(**{"max_tokens": 64, "max_rows": 6, **limits})
-    engine, coming = Engine(model, limits), [ask.request(model, str(i)) for i, ask in enumerate(asks)]
-    requests = list(coming)
-    for _ in range(3000):
-        if not (engine.has_work or coming):
-            break
-        while coming and rng.random() < 0.5:
-            engine.add(coming.pop(0))
-        engine.step()
-        assert engine._memory.used <= engine._memory.capacity
-        if rng.random() < cancel:
-            engine.cancel(rng.choice(requests[: len(requests) - len(coming)] or requests[:1]))
-    assert not engine.has_work
-    if len(groups(model)) == 1:  # the peaks of several need not be at one time
-        assert hf_turbo.report(model).peak_kv_bytes <= engine._memory.capacity
-    return engine, requests
-
-
-def assert_all_right(requests, wanted):
-    """Finished requests say what is wanted, cancelled ones a part of it from its beginning."""
-    for request, texts in zip(requests, wanted, strict=True):
-        said = [sequence.new_tokens for sequence in request.sequences]
-        if request.status is Status.CANCELLED:
-            texts = [text[: len(tokens)] for text, tokens in zip(texts, said)]
-        else:
-            assert request.status is Status.FINISHED, request.error
-        assert said == texts, (request.id, request.options.generation_config)
-
-
-def assert_idle(model, *others):
-    assert not stepped_aside(model)
-    for each in (model, *others):
-        assert used_blocks(each) == 0
-        assert_pool_accounts(each)
 
 
 @pytest.mark.parametrize(
@@ -182,42 +68,6 @@ def test_any_mix_of_requests(name, kind, block_size, num_sequences, seed, folder
     assert_idle(model)
 
 
-class KnowingRows:
-    """Knows what each request will say, and says a random part of it somewhere in a tree of rubbish.
-
-    Args:
-        texts: by a request's name, its new tokens.
-    """
-
-    def __init__(self, tree, texts, seed=0):
-        self.tree, self.texts, self.random = tree, texts, random.Random(seed)
-
-    def propose(self, size, sequences, pace):
-        drafts = []
-        for sequence in sequences:
-            tokens = [self.random.randrange(-1, 128) for _ in self.tree.parents]
-            tokens[0] = sequence.tokens[-1]
-            path = self.tree.paths[self.random.randrange(self.tree.num_nodes)]
-            coming = self.texts[sequence.request.id][len(sequence.new_tokens) :]
-            for node, token in zip(path[1:], coming):
-                tokens[node] = token
-            drafts.append(tokens)
-        return Draft(self.tree, torch.tensor(drafts), self.tree.max_depth * len(drafts))
-
-    def ignore(self, *args):
-        pass
-
-    learn = saw = forget = close = ignore
-
-
-def knowing(monkeypatch, one, tree, wanted, block_size=4, **options):
-    """The pair's patched model, which drafts what it is going to say."""
-    texts = {str(i): texts[0] for i, texts in enumerate(wanted)}
-    monkeypatch.setattr(drafted_module, "row_drafts", lambda *args: KnowingRows(tree, texts))
-    speculation = Knowing(torch.zeros(1, 1), tree)
-    return hf_turbo.patch(one.model, block_size=block_size, speculation=speculation, **options)
-
-
 @pytest.mark.parametrize(
     "name, tree, block_size, num_sequences, seed",
     few(["llama", "gemma3_text"], ["full 2x2x2", "chain of 5", "63 nodes"], [1, 16], [None, 1.5], range(8, 11)),
@@ -234,27 +84,6 @@ def test_any_part_of_a_tree(name, tree, block_size, num_sequences, seed, monkeyp
     assert num_blocks or stats(model).accepted  # a large tree may find no room
     engine.close()
     assert_idle(model)
-
-
-def ask_greedy(length, new_tokens, seed=0, **options):
-    return Ask(prompt(1, length, seed)[0].tolist(), max_new_tokens=new_tokens, **options)
-
-
-def both_ways(one, asks):
-    return asks, [ask.alone(one.stock) for ask in asks]
-
-
-def serve_all(model, asks, **limits):
-    """Runs requests that come at once."""
-    engine = Engine(model, EngineLimits(**{"max_tokens": 512, "max_rows": 16, **limits}))
-    requests = [ask.request(model, str(i)) for i, ask in enumerate(asks)]
-    for request in requests:
-        engine.add(request)
-    for _ in range(1000):
-        if engine.has_work:
-            engine.step()
-    assert not engine.has_work
-    return engine, requests
 
 
 @pytest.fixture
@@ -321,144 +150,6 @@ def test_drafts_are_those_of_generate(kind, folder, monkeypatch):
     count = min(len(seen), 8 if kind == "same model" else 20)  # near the end positions may differ
     assert seen[:count] == of_generate[:count] and count >= 8
     assert before.accepted
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_what_a_draft_model_knows_follows_the_texts(name):
-    """Its drafts are those of one that reads all texts anew, whatever was accepted and whoever came, left or moved."""
-    one, rng = pair(name), random.Random(1)
-    model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(one.stock, num_tokens=3, adaptive=False))
-    drafter, memory = handle_of(model).speculation.drafter, Engine(model, EngineLimits(num_blocks=1000))._memory
-    rows, there, away = DraftModelRows(drafter, model, memory), [], []
-    for _ in range(30):
-        if not there or rng.random() < 0.25:
-            ids = prompt(1, rng.randrange(2, 30), rng.randrange(99))[0].tolist()
-            there.append(away.pop() if away and rng.random() < 0.5 else Request("", ids, None).sequences[0])
-        if len(there) > 1 and rng.random() < 0.25:
-            gone = there.pop()
-            if rng.random() < 0.5:
-                rows.forget(gone)
-            else:
-                away.append(gone)  # preempted
-        rng.shuffle(there)
-        size, fresh = rng.choice([1, 3]), DraftModelRows(drafter, model, memory)
-        draft = rows.propose(size, there, Pace([1]))
-        assert torch.equal(draft.tokens, fresh.propose(size, there, Pace([1])).tokens)
-        fresh.close()
-        counts = torch.tensor([rng.randint(0, size) for _ in there])
-        rows.learn(Accepted(counts, counts, counts), size + 1)
-        num_plain = rng.choice([0, 0, 1, 2, 5])
-        for sequence, count, tokens in zip(there, counts.tolist(), draft.tokens.tolist()):
-            sequence.tokens += tokens[1 : count + 1] + [rng.randrange(3, 128) for _ in range(1 + num_plain)]
-    rows.close()
-    assert not is_patched(one.stock)
-
-
-def test_the_draft_model_is_itself_while_nothing_runs():
-    one = pair("llama")
-    asks, wanted = both_ways(one, [ask_greedy(9, 8), ask_greedy(5, 30)])
-    model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(one.stock, num_tokens=3, adaptive=False))
-    engine = Engine(model, EngineLimits())
-    requests = [ask.request(model) for ask in asks]
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        assert not is_patched(one.stock) or requests[1].status is Status.RUNNING
-        engine.step()
-        if requests[0].is_over and engine.has_work:
-            assert is_patched(one.stock)
-            blocks = -(-requests[1].sequences[0].length // hf_turbo.report(one.stock).block_size)
-            assert used_blocks(one.stock) <= blocks + 1, "what has ended holds none"
-    assert_all_right(requests, wanted)
-    assert not is_patched(one.stock)
-    with hf_turbo.patched(one.stock):
-        assert used_blocks(one.stock) == 0
-
-
-def test_a_draft_model_whose_config_has_changed_gives_its_memory_back():
-    """It is patched anew then, with other blocks."""
-    one, draft = pair("llama"), truncated("llama")
-    [ask], wanted = both_ways(one, [ask_greedy(9, 8)])
-    model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(draft, num_tokens=3, adaptive=False))
-    engine, pools = Engine(model, EngineLimits()), []
-    for seen in range(2):
-        draft.config.seen = seen
-        engine.add(request := ask.request(model))
-        while engine.has_work:
-            engine.step()
-            if is_patched(draft):
-                pools.append(handle_of(draft).pool)
-        assert_all_right([request], wanted)
-    engine.close()
-    assert pools[0] is not pools[-1]
-    assert not any(pools[-1].size.values()), "blocks are left"
-
-
-def kv_bytes(model):
-    return hf_turbo.report(model).kv_bytes
-
-
-def pool_bytes(model):
-    return hf_turbo.report(model).pool_bytes
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_draft_model_has_a_part_of_the_memory(name, monkeypatch):
-    """Both caches together keep within it, also where texts share blocks in one of them only."""
-    one, draft = pair(name), hf_turbo.patch(truncated(name), block_size=4)
-    size = 4 * 2 * one.stock.config.num_key_value_heads * one.stock.config.head_dim * 4  # of a layer's block
-    num_layers = one.stock.config.num_hidden_layers
-    asks, wanted = both_ways(one, [ask_greedy(41, n) for n in (20, 20, 6, 6)])
-    model = hf_turbo.patch(one.model, block_size=4, speculation=hf_turbo.DraftModel(draft, 3, adaptive=False))
-    Engine(model, EngineLimits()).close()
-    before = pool_bytes(model)
-    assert pool_bytes(draft) == 0, "an engine gives back what it has taken"
-    room = 34 * (num_layers + 1) * size  # the prompt is 10 blocks, a text up to 6 more: of two there is room for drafts
-    left = lambda device: 2 * (room - pool_bytes(model) - pool_bytes(draft))  # noqa: E731
-    monkeypatch.setattr(memory_module, "_free_memory", left)
-    engine = Engine(model, EngineLimits(max_memory_percent=0.5))
-    requests, most = [ask.request(model) for ask in asks], 0
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-        assert kv_bytes(model) <= 34 * num_layers * size and kv_bytes(draft) <= 34 * size
-        most = max(most, kv_bytes(draft))
-    assert_all_right(requests, wanted)
-    assert most and stats(model).rounds
-    engine.close()
-    assert (pool_bytes(model), pool_bytes(draft)) == (before, 0)
-
-
-@pytest.mark.parametrize("num_blocks", [None, 10])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}])
-def test_the_parts_of_both_hold_as_many_tokens(options, num_blocks, monkeypatch):
-    """Blocks of other sizes, and codes, which long texts mostly are; so many blocks are so many of the model's own."""
-    one, draft = pair("llama"), hf_turbo.patch(truncated("llama"), block_size=4)
-    model = hf_turbo.patch(one.model, block_size=32, speculation=hf_turbo.DraftModel(draft, 3), **options)
-    Engine(model, EngineLimits(num_blocks=1))  # has its first blocks
-    monkeypatch.setattr(memory_module, "_free_memory", lambda device: 2**24)
-    engine = Engine(model, EngineLimits(num_blocks=num_blocks, max_memory_percent=0.5))
-    groups = [handle_of(m).pool.all_groups() for m in (model, draft)]
-    there = sum(group.manager.num_blocks * group.block_bytes for group in [*groups[0], *groups[1]])
-    capacities = engine._memory.capacity, engine._drafted._drafts._capacity
-    tokens = [size / (of[-1].block_bytes / of[-1].block_size) for size, of in zip(capacities, groups)]
-    assert tokens[0] == pytest.approx(tokens[1], rel=1e-3)
-    if num_blocks is None:
-        assert sum(capacities) == pytest.approx(there + 2**23, rel=1e-3)
-    else:
-        assert capacities[0] == 10 * sum(group.block_bytes for group in groups[0])
-    engine.close()
-
-
-@pytest.mark.parametrize("vocabulary", [100, 150])
-def test_vocabularies_that_differ_by_padding(vocabulary):
-    one = pair("llama")
-    asks, wanted = both_ways(one, [ask_greedy(9, 13), Ask(range(9, 20), do_sample=True, temperature=3.0, seed=2)])
-    draft = random_model("llama", vocab_size=vocabulary)
-    model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(draft, num_tokens=3, adaptive=False))
-    assert_all_right(serve_all(model, asks)[1], wanted)
-    assert stats(model).rounds
 
 
 @pytest.mark.parametrize("kind", ["lookup, always 3", "same model", "2x2x2"])
@@ -606,22 +297,6 @@ def test_a_drafter_of_one_call_steps_aside():
     assert_all_right(serve_all(model, asks)[1], wanted)
     [(reason, count)] = stepped_aside(model).items()
     assert "Knowing" in reason and count == 1
-
-
-def test_a_draft_model_that_can_not_share_forwards_steps_aside(monkeypatch):
-    one = pair("llama")
-    asks, wanted = both_ways(one, [ask_greedy(9, 6), ask_greedy(3, 9)])
-    draft = truncated("llama")
-    monkeypatch.setattr(row_drafts_module, "RowForwards", refuse)
-    model = hf_turbo.patch(one.model, speculation=hf_turbo.DraftModel(draft, num_tokens=3))
-    assert_all_right(serve_all(model, asks)[1], wanted)
-    [(reason, _)] = stepped_aside(model).items()
-    assert "not with this one" in reason
-    assert not is_patched(draft) and stats(model).rounds == 0
-
-
-def refuse(model):
-    raise PackedUnsuited("not with this one")
 
 
 @pytest.mark.parametrize(
