@@ -38,26 +38,25 @@ def tune(graph: torch.cuda.CUDAGraph, is_repeatable: bool) -> int | None:
     if not is_repeatable or (usual := _seconds(graph.replay)) > _LONGEST_SECONDS:
         return None
     try:
-        return _set_fastest(graph, usual)
+        driver = _driver()
+        original = driver.CUgraph(graph.raw_cuda_graph())
+        best = fastest(_tried(driver, original) | {None: usual})
+        if best is not None:
+            _set(driver, original, best)
     except (ImportError, AttributeError, TypeError, RuntimeError):  # other bindings, or another driver
-        graph.instantiate()
-        return None
-
-
-def _set_fastest(graph: torch.cuda.CUDAGraph, usual: float) -> int | None:
-    """Tries the divisions on a copy, as what was asked for can't be taken back."""
-    driver = _driver()
-    original = driver.CUgraph(graph.raw_cuda_graph())
-    [copy] = _checked(driver.cuGraphClone(original))
-    try:
-        seconds: dict[int | None, float] = {p: _seconds_with(driver, copy, p) for p in PERCENTS}
-    finally:
-        _checked(driver.cuGraphDestroy(copy))
-    best = fastest(seconds | {None: usual})
+        return None  # what is ready for replays was made before
     if best is not None:
-        _set(driver, original, best)
         graph.instantiate()
     return best
+
+
+def _tried(driver: Any, graph: Any) -> dict[int | None, float]:
+    """Seconds of each division, on a copy: what a graph was asked for can't be taken back."""
+    [copy] = _checked(driver.cuGraphClone(graph))
+    try:
+        return {percent: _seconds_with(driver, copy, percent) for percent in PERCENTS}
+    finally:
+        _checked(driver.cuGraphDestroy(copy))
 
 
 def _seconds_with(driver: Any, graph: Any, percent: int) -> float:
