@@ -166,7 +166,7 @@ def embedding_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
         return None
     weight, ids = value.args[:2]
     is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dtype in _EMBEDDING_DTYPES
-    if not is_plain or weight.stride(1) != 1 or not 0 < ids.numel() <= _FEW_INDICES:
+    if not is_plain or weight.device != mode.device or weight.stride(1) != 1 or not 0 < ids.numel() <= _FEW_INDICES:
         return None
     return dispatch.embedding(weight, mode.tensor(ids))
 

@@ -278,6 +278,12 @@ def test_lookups(name, calls):
     assert (calls["lookups"], num_launched) == (num, 1 - num)
 
 
+def test_a_table_on_another_device_is_torchs_to_refuse(calls):
+    with DeferredMode(STEP_RULES, torch.device("cpu")) as mode:
+        found = F.embedding(torch.tensor([1]), WEIGHT.to("meta"))
+    assert mode.tensor(found).device.type == "meta" and not calls["lookups"]
+
+
 def test_what_is_looked_up_is_what_was_there(calls):
     def compute(weight, ids):
         first = F.embedding(ids, weight)
