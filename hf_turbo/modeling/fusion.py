@@ -110,8 +110,9 @@ def _normed(
     if found is None:
         return dispatch.rms_norm(mode.tensor(source).reshape(-1, size), norm, perm=perm)
     total, terms = found
-    # The later term first: what it is computed from may take the earlier one, a sum itself, with a norm.
-    b, a = (mode.tensor(x).reshape(-1, size) for x in reversed(terms))
+    # A sum last: what the other term is computed from may take it along with a norm.
+    ordered = sorted(terms, key=lambda x: pending(x, aten.add.Tensor) is not None)
+    b, a = (mode.tensor(x).reshape(-1, size) for x in ordered)
     normed, added = dispatch.rms_norm(b, norm, residual=a, perm=perm)
     mode.finish(total, added.view(total.meta.shape))
     return normed

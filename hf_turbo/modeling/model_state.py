@@ -209,10 +209,9 @@ def settings() -> tuple[Any, ...]:
     """Settings outside of the model that decide which kernels run or how they round."""
     return (
         torch.is_autocast_enabled("cuda"),
-        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.fp32_precision,  # follows every way of allowing TF32; others raise after some
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
     )
 
 

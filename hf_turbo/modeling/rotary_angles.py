@@ -71,9 +71,12 @@ def angles_rule(mode: DeferredMode, value: Value) -> torch.Tensor | None:
         scale=1.0 if found.scale is None else found.scale,
         dtype=value.meta.dtype,
     )
-    for other in [match_angles(mode, waiting) for waiting in mode.waiting(*_ENDS) if waiting is not value]:
-        if other is not None and other.kind == found.kind:
-            mode.finish(other.value, results[_FUNCTIONS.index(other.function)].view(other.value.meta.shape))
+    partner = _FUNCTIONS[1 - _FUNCTIONS.index(found.function)]
+    others = [match_angles(mode, waiting) for waiting in mode.waiting(*_ENDS) if waiting is not value]
+    # One at most: what is written to one tensor must not be seen in another.
+    other = next((x for x in others if x is not None and x.function is partner and x.kind == found.kind), None)
+    if other is not None:
+        mode.finish(other.value, results[_FUNCTIONS.index(partner)].view(other.value.meta.shape))
     return results[_FUNCTIONS.index(found.function)].view(value.meta.shape)
 
 
@@ -139,7 +142,7 @@ def _product_of_matrices(x: torch.Tensor) -> Outer | None:
     product = pending(x if turned is None else turned.args[0], aten.bmm.default)
     if product is None or product.meta.dtype != torch.float32 or product.args[0].shape[2] != 1:
         return None
-    if torch.backends.cuda.matmul.allow_tf32:  # positions are rounded then as cuBLAS has it
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":  # positions are rounded then as cuBLAS has it
         return None
     batch, size, tokens = product.meta.shape
     as_it_is = turned is None and tokens > 1  # with one token nothing is moved

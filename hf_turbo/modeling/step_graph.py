@@ -336,7 +336,7 @@ class StepGraph:
     ) -> None:
         """Records the step. Everything that it needs must have been compiled by `compute`."""
         self._graph, self.output = record(lambda: self.compute(forward, watch), self.device, pool, stream, True)
-        self.carveout = tune(self._graph, is_repeatable=not (self._writes or self.is_packed))
+        self.carveout = tune(self._graph, not (self._writes or self.is_packed), len(self.seq_lens))
         self._bases = [(i, x.store, *_base(x.store)) for i, x in enumerate(self.cache.layers) if x.store is not None]
         self._versions = {window: group.blocks.version for window, group in self.groups.items()}
 

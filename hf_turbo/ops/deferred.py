@@ -227,7 +227,7 @@ class DeferredMode(TorchDispatchMode):
         schema = func._schema.arguments
         named = [*zip((a.name for a in schema), args, strict=False), *kwargs.items()]
         written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
-        tensors = [x for name, x in named if name in written and isinstance(x, torch.Tensor)]
+        tensors = [x for name, xs in named if name in written for x in _leaves(xs) if isinstance(x, torch.Tensor)]
         for x in tensors:
             base = _base(x)
             if isinstance(base, Deferred) and base.value.func in self._transient:
@@ -333,4 +333,9 @@ def _base(x: torch.Tensor) -> torch.Tensor:
 def _storage(x: torch.Tensor) -> int | None:
     """Where the numbers of a tensor lie; None if nowhere yet."""
     base = _base(x)
-    return None if isinstance(base, Deferred) else base.untyped_storage().data_ptr()
+    if isinstance(base, Deferred):
+        return None
+    try:
+        return base.untyped_storage().data_ptr()
+    except RuntimeError:  # another library's tensor, whose numbers are in tensors of its own
+        return -id(base)

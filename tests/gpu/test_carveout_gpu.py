@@ -13,6 +13,7 @@ pytestmark = GPU
 def test_all_kernels_of_a_step_ask_for_it(monkeypatch, percent):
     expected = outcome(patched_model("llama"))
     monkeypatch.setattr(carveout, "fastest", lambda seconds: percent)
+    monkeypatch.setattr(carveout, "_MOST_SEQS", 8)
     model = patched_model("llama")
     assert_same(outcome(model), expected)
     graphs = [graph for graph in steps(model)._graphs.values() if not graph.is_packed]
@@ -38,11 +39,12 @@ class Counting(torch.nn.Module):
 
 def test_a_model_that_counts_its_steps_counts_right(monkeypatch):
     """Of such a step nothing is timed: each replay would count."""
+    monkeypatch.setattr(carveout, "_MOST_SEQS", 8)
     counts = []
     for tunes in (False, True):
         with monkeypatch.context() as patch:
             if not tunes:
-                patch.setattr(step_graph, "tune", lambda graph, is_repeatable: graph.instantiate())
+                patch.setattr(step_graph, "tune", lambda graph, *args: graph.instantiate())
             model = patched_model("llama")
             model.model.norm = Counting(model.model.norm)
             outcome(model)

@@ -1,5 +1,8 @@
 """Looks at a model that do not wait for the device see what those see that do, later."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -87,3 +90,21 @@ def test_elements_hold_no_weight():
     del weight
     assert storage.expired()
     assert elements.are_there and elements.read() == [[middle]]
+
+
+TF32 = {
+    "matmul": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "allowed": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "precision": "torch.set_float32_matmul_precision('high')",
+    "everywhere": "torch.backends.fp32_precision = 'tf32'",
+}
+
+
+@pytest.mark.parametrize("way", TF32)
+def test_every_way_of_allowing_tf32_is_seen(way):
+    """In a process of its own: torch raises where one way is asked about after another was taken."""
+    code = (
+        "import torch\nfrom hf_turbo.modeling.model_state import settings\n"
+        f"before = settings()\n{TF32[way]}\nassert settings() != before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

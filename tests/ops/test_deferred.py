@@ -84,3 +84,34 @@ def test_not_everything_is_remembered(monkeypatch):
         for n in range(1, 20):
             assert mode.tensor(torch.ones(n) * 2).shape == (n,)
             assert len(deferred._metas) <= 5
+
+
+def test_a_list_of_tensors_that_is_written_to():
+    weight = torch.ones(3)
+    with DeferredMode([], CPU) as mode:
+        twice = weight * 2
+        torch._foreach_add_([weight], 1)
+        assert mode.tensor(twice).tolist() == [2, 2, 2]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose numbers are in another one, as quantizing libraries have them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*[x.inner if isinstance(x, Wrapped) else x for x in args], **(kwargs or {}))
+
+
+def test_a_write_while_a_wrapped_weight_waits():
+    weight = torch.randn(4, 3)
+    with DeferredMode([], CPU) as mode:
+        rows = torch.nn.functional.embedding(torch.tensor([1]), Wrapped(weight))
+        torch.zeros(2).add_(1)
+        assert torch.equal(mode.tensor(rows), weight[1:2])
