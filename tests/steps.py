@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+import hf_turbo
 from hf_turbo.cache.paged_cache import PagedCache
 from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling import graphs, prompt_steps, step_graph
@@ -193,3 +194,15 @@ def decode_steps(num_steps):
 
 def own_logits(model, cache, steps):
     return [model(**inputs, **{CACHE_NAME: cache}).logits for inputs in steps]
+
+
+@torch.no_grad()
+def check_a_step(model, calls):
+    """Patches a model; its deferred step has its own logits, and `calls` counts what is launched for that alone."""
+    prompt, steps = decode_steps(1)
+    [expected] = own_logits(model, model(**prompt, use_cache=True)[CACHE_NAME], steps)
+    hf_turbo.patch(model, block_size=4)
+    cache = hf_turbo.paged_cache(model)
+    model(**prompt, **{CACHE_NAME: cache})
+    calls.clear()
+    torch.testing.assert_close(step(model, cache, use_cache=True, **steps[0]), expected, rtol=1e-4, atol=1e-4)

@@ -5,11 +5,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import decode_steps, own_logits, step
+from steps import check_a_step
 from tiny_models import build
 
-import hf_turbo
-from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling.fusion import STEP_RULES
 from hf_turbo.ops import dispatch, reference_layers, reference_linear
 from hf_turbo.ops.deferred import DeferredMode
@@ -45,16 +43,8 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-@torch.no_grad()
 def test_launches_of_a_step(name, calls):
-    model = build(name)
-    prompt, steps = decode_steps(1)
-    expected = own_logits(model, model(**prompt, use_cache=True)[CACHE_NAME], steps)
-    hf_turbo.patch(model, block_size=4)
-    cache = hf_turbo.paged_cache(model)
-    model(**prompt, **{CACHE_NAME: cache})
-    calls.clear()
-    torch.testing.assert_close(step(model, cache, use_cache=True, **steps[0]), expected[0], rtol=1e-4, atol=1e-4)
+    check_a_step(build(name), calls)
     assert calls == Counter(LAUNCHES[name])
 
 
@@ -80,6 +70,25 @@ def before_and_after(x):
     n = normed(x)
     first = F.linear(n, WEIGHTS[0])
     return first.sort(dim=1).values + F.silu(F.linear(n, WEIGHTS[1])) * F.linear(n, WEIGHTS[2])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@torch.no_grad()
+def test_a_residuals_sum_goes_with_the_norm_that_reads_it(swapped, calls):
+    """Two layers with norms on both sides of a product, as Gemma's; whichever way round the model adds."""
+
+    def layers(x):
+        for weight in WEIGHTS[:3, :, :6]:
+            y = normed(F.linear(normed(x, 6), weight), 6)
+            x = x + y if swapped else y + x
+        return normed(x, 6)
+
+    x = torch.randn(5, 6)
+    mode = DeferredMode(STEP_RULES, x.device)
+    with mode:
+        result = layers(x)
+    torch.testing.assert_close(mode.tensor(result), layers(x))
+    assert mode.num_launched == 0, "sums of their own"
 
 
 #: What reads a norm of `x`, and the launches.

@@ -6,11 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import decode_steps, own_logits, step
+from steps import check_a_step
 from tiny_models import build
 
-import hf_turbo
-from hf_turbo.compat import CACHE_NAME
 from hf_turbo.modeling.fusion import STEP_RULES
 from hf_turbo.modeling.prompt_fusion import PROMPT_RULES, TRANSIENT
 from hf_turbo.ops import dispatch, reference_layers
@@ -250,15 +248,8 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@torch.no_grad()
 def test_launches_of_a_step(name, calls):
-    model = build(name)
-    prompt, steps = decode_steps(1)
-    expected = own_logits(model, model(**prompt, use_cache=True)[CACHE_NAME], steps)
-    hf_turbo.patch(model, block_size=4)
-    cache = hf_turbo.paged_cache(model)
-    model(**prompt, **{CACHE_NAME: cache})
-    torch.testing.assert_close(step(model, cache, use_cache=True, **steps[0]), expected[0], rtol=1e-4, atol=1e-4)
+    check_a_step(build(name), calls)
     assert calls == STEPS[name]
 
 

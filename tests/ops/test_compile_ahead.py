@@ -381,12 +381,12 @@ def loops(ptx):
             yield ptx[label.end() : back.start()]
 
 
-def compile_all(capability, cases):
-    """Compiles cases in a subprocess; name -> facts of its kernels, or the error."""
+def compile_apart(script, capability, *arguments):
+    """What a script prints that compiles without the interpreter: by case the facts of its kernels, or the error."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, str(capability), json.dumps(cases)]
+    command = [sys.executable, script, str(capability), *map(json.dumps, arguments)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -397,7 +397,7 @@ def compiled(capability):
     """What the tests below look at, compiled by one subprocess a device."""
     int4 = {name: INT4_CASES[name] for name in QUICK_INT4[capability]}
     cases = {name: CASES[name] for name in QUICK[capability]} | LAYER_CASES | LINEAR_CASES | int4
-    return compile_all(capability, cases)
+    return compile_apart(__file__, capability, cases)
 
 
 def on_devices(quick):
@@ -492,9 +492,9 @@ def test_int4_goes_from_memory_to_tensor_cores(capability, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", DEVICES)
 def test_sweep_compiles_without_spills(capability):
-    for name, facts in compile_all(capability, SLOW_CASES).items():
+    for name, facts in compile_apart(__file__, capability, SLOW_CASES).items():
         check_kernels(facts, capability, SLOW_CASES[name])
-    for name, facts in compile_all(capability, INT4_CASES).items():
+    for name, facts in compile_apart(__file__, capability, INT4_CASES).items():
         check_int4_kernels(facts, capability, name)
 
 

@@ -4,11 +4,8 @@ Run as a script, this file is the subprocess that compiles.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import test_compile_ahead as ahead
@@ -41,19 +38,9 @@ def how_it_computes(ptx):
     return {"approximate": re.findall(r"(?:sin|cos)\.approx", ptx), "asserts": "__assertfail" in ptx}
 
 
-def compile_all(capability):
-    """Compiles the cases in a subprocess; name -> facts of its kernels, or the error."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    result = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), ahead.NEWEST])
 def test_compiles_as_meant(capability):
-    for name, facts in compile_all(capability).items():
+    for name, facts in ahead.compile_apart(__file__, capability).items():
         assert isinstance(facts, list), facts
         angles, embedding = facts
         assert [kernel["name"] for kernel in facts] == ["_angles_kernel", "_embedding_kernel"]

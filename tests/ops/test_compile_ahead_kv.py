@@ -5,11 +5,8 @@ Run as a script, this file is the subprocess that compiles.
 
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import test_compile_ahead as ahead
@@ -136,22 +133,11 @@ QUICK_ATTENTION = {
 # fmt: on
 
 
-def compile_all(capability, cases):
-    """Compiles cases in a subprocess; name -> facts of its kernels, or the error."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, str(capability), json.dumps(cases)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 @functools.cache
 def compiled(capability):
     """What the tests below look at, compiled by one subprocess a device."""
     names = [*QUICK[capability], *QUICK_ATTENTION[capability]]
-    return compile_all(capability, {name: (CASES | ATTENTION)[name] for name in names})
+    return ahead.compile_apart(__file__, capability, {name: (CASES | ATTENTION)[name] for name in names})
 
 
 def check_kernels(facts, capability, name):
@@ -193,7 +179,7 @@ def test_attention_compiles_without_spills(capability, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ahead.DEVICES)
 def test_sweep_compiles_without_spills(capability):
-    for name, facts in compile_all(capability, SLOW_CASES | ATTENTION).items():
+    for name, facts in ahead.compile_apart(__file__, capability, SLOW_CASES | ATTENTION).items():
         if name in ATTENTION:
             check_attention(facts, capability, name)
         else:

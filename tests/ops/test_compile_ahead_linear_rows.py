@@ -77,19 +77,9 @@ def opcodes(cubin):
     return re.findall(r"\b(LDG\.E\S*128|HMMA|LDS|LDSM|STS|STSM|SHFL|BAR)\b", text)
 
 
-def compile_all(capability):
-    """Compiles the cases in a subprocess; name -> facts of its kernel, or the error."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    result = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), ahead.NEWEST])
 def test_loads_then_products_then_one_exchange(capability):
-    for name, facts in compile_all(capability).items():
+    for name, facts in ahead.compile_apart(__file__, capability).items():
         assert isinstance(facts, dict), facts
         assert facts["name"] == "linear_rows_kernel"
         assert facts["stack"] <= ahead.STACK_BYTES, (name, facts)

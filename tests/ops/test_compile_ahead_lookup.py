@@ -4,10 +4,7 @@ Run as a script, this file is the subprocess that compiles.
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import test_compile_ahead as ahead
@@ -34,19 +31,9 @@ def compile_case(capability, depth, room, num_tokens):
     return [ahead.kernel_facts(kernel) for kernel in compiled]
 
 
-def compile_all(capability):
-    """Compiles the cases in a subprocess; name -> facts of its kernels, or the error."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    result = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), ahead.NEWEST])
 def test_compiles_without_spills(capability):
-    for name, facts in compile_all(capability).items():
+    for name, facts in ahead.compile_apart(__file__, capability).items():
         assert isinstance(facts, list), facts
         assert [kernel["name"] for kernel in facts] == ["_match_text_kernel", "_go_on_kernel"]
         for kernel in facts:

@@ -6,10 +6,7 @@ Run as a script, this file is the subprocess that compiles.
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import test_compile_ahead as ahead
@@ -71,21 +68,10 @@ def compile_case(
     return [ahead.kernel_facts(kernel) for kernel in compiled]
 
 
-def compile_all(capability, names):
-    """Compiles cases in a subprocess; name -> facts of its kernels, or the error."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, str(capability), json.dumps(names)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 @functools.cache
 def compiled(capability):
     """What the tests below look at, compiled by one subprocess a device."""
-    return compile_all(capability, QUICK[capability])
+    return ahead.compile_apart(__file__, capability, QUICK[capability])
 
 
 def check_kernels(facts, capability, name):
@@ -112,7 +98,7 @@ def test_compiles_without_spills(capability, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_sweep_compiles_without_spills(capability):
-    for name, facts in compile_all(capability, list(CASES)).items():
+    for name, facts in ahead.compile_apart(__file__, capability, list(CASES)).items():
         check_kernels(facts, capability, name)
 
 
