@@ -9,6 +9,8 @@ which for short rows takes less than a launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 
 import torch
 
@@ -21,7 +23,9 @@ from .linear_config import (
     choose_config,
     choose_expert_config,
     is_faster,
+    multiplies_together,
     norm_is_faster_within,
+    ring_rows,
     takes_norm,
 )
 from .linear_kernels import add_splits_kernel, dot_kernel, expert_kernel, gemv_kernel
@@ -39,6 +43,15 @@ _launch_dot = Launcher(dot_kernel)
 _launch_rows = Launcher(linear_rows_kernel)
 _launch_add_splits = Launcher(add_splits_kernel)
 _launch_expert = Launcher(expert_kernel)
+
+
+@cache
+def _ring_launcher() -> Launcher | None:
+    """None where this Triton has no Gluon, or one that is not known."""
+    try:
+        return Launcher(import_module(".linear_ring", __package__).linear_ring_kernel)
+    except (ImportError, AttributeError):
+        return None
 
 
 def _check(
@@ -127,6 +140,10 @@ class _Operands:
     def tiles(self, block_n: int) -> int:
         return sum(ceil_div(size, block_n) for size in self.output_sizes)
 
+    def partial_sums(self) -> torch.Tensor:
+        """Room for those of shares of the columns, fp32 `[split_k, M, sum of N_i]`."""
+        return torch.empty(self.config.split_k, self.rows, sum(self.sizes), dtype=torch.float32, device=self.x.device)
+
 
 def _run_gemv(o: _Operands) -> None:
     config = o.config
@@ -142,9 +159,7 @@ def _run_gemv(o: _Operands) -> None:
 
 def _run_dot(o: _Operands) -> None:
     config = o.config
-    partial = o.out
-    if config.split_k > 1:
-        partial = torch.empty(config.split_k, o.rows, sum(o.sizes), dtype=torch.float32, device=o.x.device)
+    partial = o.partial_sums() if config.split_k > 1 else o.out
     constants = (
         o.k, *o.epilogue, config.split_k, max(16, next_power_of_2(o.rows)),
         config.block_n, config.block_k, config.prefetch, config.pdl,
@@ -154,13 +169,39 @@ def _run_dot(o: _Operands) -> None:
         o.x, *o.weights, *o.biases, o.residual, o.out, partial, o.rows, *o.bounds, *o.strides, *constants,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.pdl, enable_fp_fusion=True,
     )  # fmt: skip
-    if config.split_k > 1:
-        merge_constants = (*o.epilogue, config.split_k, MERGE_BLOCK, config.pdl)
-        _launch_add_splits(
-            (o.key, merge_constants), (o.tiles(MERGE_BLOCK), o.rows, 1),
-            partial, *o.biases, o.residual, o.out, *o.bounds, *o.io_strides, *merge_constants,
-            num_warps=2, launch_pdl=config.pdl, enable_fp_fusion=True,
-        )  # fmt: skip
+    _add_splits(o, partial)
+
+
+def _run_ring(o: _Operands) -> None:
+    config, launch = o.config, _ring_launcher()
+    if launch is None:
+        raise NotImplementedError(
+            "this version of Triton has no Gluon that the ring is written for: take another config"
+        )
+    partial = o.partial_sums() if config.split_k > 1 else o.out
+    constants = (
+        o.k, *o.epilogue, config.split_k, ring_rows(o.rows), config.block_n, config.block_k, config.num_stages,
+        config.num_warps, multiplies_together(config, o.rows), config.pdl,
+    )  # fmt: skip
+    launch(
+        (o.key, constants), (o.tiles(config.block_n), config.split_k, 1),
+        o.x, *o.weights, *o.biases, o.residual, o.out, partial, o.rows, *o.bounds, *o.strides, *constants,
+        num_warps=config.num_warps, launch_pdl=config.pdl, enable_fp_fusion=True,
+    )  # fmt: skip
+    _add_splits(o, partial)
+
+
+def _add_splits(o: _Operands, partial: torch.Tensor) -> None:
+    """The results of the partial sums, where the columns are split."""
+    config = o.config
+    if config.split_k == 1:
+        return
+    constants = (*o.epilogue, config.split_k, MERGE_BLOCK, config.pdl)
+    _launch_add_splits(
+        (o.key, constants), (o.tiles(MERGE_BLOCK), o.rows, 1),
+        partial, *o.biases, o.residual, o.out, *o.bounds, *o.io_strides, *constants,
+        num_warps=2, launch_pdl=config.pdl, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _run_rows(o: _Operands) -> None:
@@ -180,6 +221,8 @@ def _run_rows(o: _Operands) -> None:
 def _choose_run(config: LinearConfig) -> Callable[[_Operands], None]:
     if config.direct:
         return _run_rows
+    if config.ring:
+        return _run_ring
     return _run_dot if config.dot else _run_gemv
 
 
@@ -227,7 +270,13 @@ def linear(
     _check(x, weights, biases, residual, activation, out)
     if config is None:
         features = sizes[0] if gated else sum(sizes)
-        config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device), norm is not None)
+        rings = _suits_ring(x, weights) and _ring_launcher() is not None
+        config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device), norm is not None, rings)
+    elif config.ring and (k % (config.block_k * config.split_k) or not _suits_ring(x, weights)):
+        raise ValueError(
+            f"a ring takes fp16 and bf16, rows that begin at multiples of 32 bytes, and columns that are a multiple of "
+            f"{config.block_k * config.split_k}, got {k} of {x.dtype}, strides {x.stride()}, {weights[0].stride()}"
+        )
     elif config.direct and x.dtype == torch.float32:
         raise ValueError("a direct configuration takes fp16 and bf16: fp32 would be multiplied as tf32")
     if norm is not None:
@@ -238,6 +287,13 @@ def linear(
     with torch.cuda.device_of(x):
         _choose_run(config)(operands)
     return out
+
+
+def _suits_ring(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether loads of 16 bytes are aligned, as far as Triton looks at that."""
+    tensors = (x, *weights)
+    is_aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in tensors)
+    return is_aligned and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def supports(

@@ -39,6 +39,9 @@ class LinearConfig:
         pdl: start while the kernel before is still running (compute capability 9.0 and above).
         direct: every warp loads a share of the columns of its own straight into registers, all at once; `block_k`,
             `num_stages`, `split_k` and `prefetch` mean nothing then (dot only, not of fp32).
+        ring: weights are asked for before x is there, as `linear_ring` does it: `num_stages - 1` stages of `block_k`
+            columns; `prefetch` means nothing then (dot only, of two-byte dtypes on compute capability 9.0, columns that
+            are a multiple of `block_k * split_k`).
         weights_first: the product is [features, rows], of 8 rows a program and `block_n` from 16 on; otherwise it is
             [rows, features], of all rows and `block_n` from 8 on (direct only).
     """
@@ -52,25 +55,33 @@ class LinearConfig:
     prefetch: int = 0
     pdl: bool = False
     direct: bool = False
+    ring: bool = False
     weights_first: bool = True
 
 
 @lru_cache(maxsize=4096)
 def choose_config(
-    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts, norm: bool = False
+    rows: int,
+    features: int,
+    k: int,
+    gated: bool,
+    dtype: torch.dtype,
+    facts: DeviceFacts,
+    norm: bool = False,
+    rings: bool = False,
 ) -> LinearConfig:
-    """The table, by rows of x, output features (of the gate alone when gated), columns, dtype, device and whether an
-    RMS norm before is taken along.
+    """The table, by rows of x, output features (of the gate alone when gated), columns, dtype, device, whether an RMS
+    norm before is taken along, and whether there are rings and the tensors suit them.
 
     Measured on an H200 within a chain of a layer's kernels, not alone: what one leaves in flight the next one meets.
     """
     pdl = facts.capability >= 90
-    direct = _direct_config(rows, features, k, gated, dtype, facts, norm) if rows > 1 else None
-    if direct is not None:
-        config = direct
-    elif rows <= MAX_GEMV_ROWS:
+    config = _direct_config(rows, features, k, gated, dtype, facts, norm) if rows > 1 else None
+    if config is None and rings and rows > 1:
+        config = _ring_config(rows, features, k, gated, dtype, facts)
+    if config is None and rows <= MAX_GEMV_ROWS:
         config = _gemv_config(rows, features, k, gated, dtype)
-    else:
+    if config is None:
         config = _dot_config(rows, features, k, gated, dtype, facts)
     return replace(config, pdl=pdl)
 
@@ -179,6 +190,52 @@ def _dot_config(rows: int, features: int, k: int, gated: bool, dtype: torch.dtyp
     else:
         config = LinearConfig(block_n=64, block_k=128, num_warps=4, num_stages=4, split_k=4)
     return _fit(replace(config, dot=True, prefetch=256), rows, gated, dtype, facts)
+
+
+def ring_rows(rows: int) -> int:
+    """Rows of x in a ring's stage."""
+    return max(8, next_power_of_2(rows))
+
+
+def multiplies_together(config: LinearConfig, rows: int) -> bool:
+    """Whether the four warps of a ring's program are one warp group, which takes tiles straight from shared memory."""
+    return config.num_warps == 4 and ring_rows(rows) > 8
+
+
+def _ring_config(
+    rows: int, features: int, k: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts
+) -> LinearConfig | None:
+    """None where the columns are not whole steps, and for what was no faster.
+
+    A multiprocessor needs some 100 KB on their way to read at full speed. Half of its shared memory for a kernel leaves
+    the other half to the next one, which is faster for kernels that are soon over; long ones take more.
+    """
+    if facts.capability != 90 or dtype not in _MEASURED_DTYPES:
+        return None
+    each = ring_rows(rows)
+    # By rows: features, columns, stages, shares of the columns.
+    if gated:
+        shapes = {8: (32, 128, 3, 1), 16: (32, 128, 4, 1), 32: (64, 128, 3, 1), 64: (64, 128, 4, 1)}
+    elif features > 128 * facts.num_sms:
+        shapes = {8: (128, 128, 3, 1), 16: (128, 128, 3, 1), 32: (64, 128, 3, 1), 64: (128, 128, 3, 1)}
+    elif features > 64 * facts.num_sms or features < 10 * facts.num_sms:
+        shapes = {}  # not measured
+    elif features > 32 * facts.num_sms:
+        # Attention of 16 rows over long texts takes a third longer after it: its programs find multiprocessors free at
+        # different times, it seems, and crowd on some.
+        shapes = {8: (32, 128, 8, 1), 32: (64, 128, 8, 1), 64: (64, 128, 6, 1)}
+    elif k > 8192:
+        shapes = {8: (16, 256, 8, 1), 16: (64, 128, 10, 2), 32: (64, 128, 8, 2), 64: (128, 128, 4, 4)}
+    else:
+        shapes = {8: (16, 256, 6, 1), 16: (64, 128, 5, 4), 32: (64, 128, 4, 2)}
+    if each not in shapes:
+        return None
+    block_n, block_k, num_stages, split_k = shapes[each]
+    steps, left = divmod(k, block_k * split_k)
+    if left or steps < 2:
+        return None
+    num_warps = min(block_n // 16, 4 if each > 16 else 8)
+    return LinearConfig(block_n, block_k, num_warps, min(num_stages, steps), dot=True, split_k=split_k, ring=True)
 
 
 def _fit(config: LinearConfig, rows: int, gated: bool, dtype: torch.dtype, facts: DeviceFacts) -> LinearConfig:
