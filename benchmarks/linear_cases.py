@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from hf_turbo.ops import linear as ops
 from hf_turbo.ops import reference_linear
 from hf_turbo.ops.attention_config import DeviceFacts, next_power_of_2
-from hf_turbo.ops.linear_config import MAX_ROWS, LinearConfig, choose_config
+from hf_turbo.ops.linear_config import MAX_ROWS, LinearConfig, choose_config, ring_rows
 
 MIN_ROTATION_BYTES = 256 << 20  # several times the 60 MB of L2 of an H200
 ERROR_LIMIT = 2e-2  # of an element, relative to its size plus the root mean square of all
 DTYPE = torch.bfloat16
 # Between these, both kernels are tried: the table's threshold lies there.
 FIRST_DOT_ROWS, LAST_GEMV_ROWS = 2, 4
+# Up to these each warp of a ring's program may multiply by itself; from 9 on four may do it together.
+MAX_WARP_ROWS = 16
+MAX_RING_BYTES = 224 << 10
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,35 @@ def dot_configs(shape: Shape) -> list[LinearConfig]:
     return [LinearConfig(n, k, warps, stages, True, split, prefetch=256) for n, k, warps, stages, split in tried]
 
 
+def ring_configs(shape: Shape, rows: int) -> list[LinearConfig]:
+    """(block_n, block_k, num_warps, num_stages, split_k) to try; none for short columns, which lie in registers."""
+    if shape in SMALL:
+        return []
+    if rows <= MAX_WARP_ROWS:
+        tried = [
+            (32, 128, 2, 3, 1), (32, 128, 2, 4, 1), (32, 128, 2, 8, 1), (16, 256, 1, 4, 1), (16, 256, 1, 6, 1),
+            (16, 256, 1, 8, 1), (32, 256, 2, 7, 1), (64, 128, 4, 3, 1), (128, 128, 8, 3, 1),
+        ]  # fmt: skip
+    else:
+        tried = [(64, 128, 4, 3, 1), (64, 128, 4, 4, 1), (64, 64, 4, 4, 1), (64, 128, 4, 6, 1), (128, 128, 4, 3, 1)]
+    tried += [(64, 128, 4, 5, 4), (64, 128, 4, 8, 2), (128, 128, 4, 4, 4), (128, 64, 4, 8, 4)]
+    weights = 2 if shape.activation else 1
+    return [
+        LinearConfig(n, k, warps, stages, True, split, ring=True)
+        for n, k, warps, stages, split in tried
+        if (ring_rows(rows) + n * weights) * k * stages * DTYPE.itemsize <= MAX_RING_BYTES
+    ]
+
+
 def table_config(shape: Shape, rows: int, facts: DeviceFacts) -> LinearConfig:
-    return choose_config(rows, shape.features, shape.k, shape.activation is not None, DTYPE, facts)
+    return choose_config(rows, shape.features, shape.k, shape.activation is not None, DTYPE, facts, rings=True)
 
 
 def candidates(shape: Shape, rows: int, facts: DeviceFacts) -> list[LinearConfig]:
     """The table's configuration first, then those to try."""
     configs = gemv_configs(shape) if rows <= LAST_GEMV_ROWS else []
     if rows >= FIRST_DOT_ROWS:
-        configs = configs + dot_configs(shape)
+        configs = configs + dot_configs(shape) + (ring_configs(shape, rows) if facts.capability == 90 else [])
     configs = [replace(config, pdl=facts.capability >= 90) for config in configs]
     return list(dict.fromkeys([table_config(shape, rows, facts), *configs]))
 
@@ -115,7 +138,8 @@ class CompileJob:
     @property
     def kernel(self) -> tuple[Shape, int, LinearConfig]:
         """What is equal where one compiled kernel serves: tensor cores take rows in a few sizes."""
-        return self.shape, max(16, next_power_of_2(self.rows)) if self.config.dot else self.rows, self.config
+        padded = ring_rows(self.rows) if self.config.ring else max(16, next_power_of_2(self.rows))
+        return self.shape, padded if self.config.dot else self.rows, self.config
 
 
 def compile_jobs(

@@ -43,9 +43,9 @@ KERNELS = {
     for name in (
         "accept_round", "activation", "angles", "argmax", "attention_masks", "copy_blocks", "embedding", "head_block",
         "int4_kernels", "int4_linear", "int4_rows", "int4_tiles", "kv_code_kernels", "kv_code_numbers",
-        "linear_kernels", "linear_ring", "linear_rows", "merge_splits", "move_kv", "norm", "packed_tokens", "paged_attention",
-        "permute_columns", "quantize_kv", "quantized_attention", "quantized_tiles", "repeat_text", "rotary", "rotate",
-        "store_kv", "tree_tokens", "work_items",
+        "linear_kernels", "linear_ring", "linear_rows", "merge_splits", "move_kv", "norm", "packed_tokens",
+        "paged_attention", "permute_columns", "quantize_kv", "quantized_attention", "quantized_tiles", "repeat_text",
+        "rotary", "rotate", "store_kv", "tree_tokens", "work_items",
     )
 }  # fmt: skip
 
