@@ -118,9 +118,9 @@ def test_when_nothing_suffices(caplog):
     assert any("too little, too" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("kind, window, short", [("int4", 110, True), ("int4", 1030, False), ("fp8", 110, False)])
+@pytest.mark.parametrize("kind, window, short", [("int4", 110, True), ("int4", 1030, False), ("fp8", 110, True)])
 def test_layers_that_see_few_tokens(kind, window, short):
-    """They are in int8 from the beginning: in 4 bits they would cost as much as others and spare next to nothing."""
+    """They are in int8 from the beginning: codes would cost as much as elsewhere and spare next to nothing."""
     options = dict(sliding_window=window, max_position_embeddings=2048)
     model = hf_turbo.patch(build("gemma3_text", **options), block_size=B, kv_cache_dtype=kind)
     windows = handle_of(model).sliding_windows
