@@ -239,8 +239,8 @@ def linear(
 ) -> torch.Tensor:
     """One or several linears of the same few rows, in one launch (two when the columns are split).
 
-    Sums are in float32, in an order that depends on shapes, dtype, device and what is folded in alone; results are
-    rounded where torch, op by op, would round.
+    Sums are in float32, in an order that depends on shapes, dtype, device, what is folded in and whether a ring may
+    serve (the rows' alignment, Triton's version) alone; results are rounded where torch, op by op, would round.
 
     Args:
         x: `[M, K]`, 1 to 64 rows, fp32, fp16 or bf16, the last stride 1.
@@ -272,11 +272,8 @@ def linear(
         features = sizes[0] if gated else sum(sizes)
         rings = _suits_ring(x, weights) and _ring_launcher() is not None
         config = choose_config(rows, features, k, gated, x.dtype, device_facts(x.device), norm is not None, rings)
-    elif config.ring and (k % (config.block_k * config.split_k) or not _suits_ring(x, weights)):
-        raise ValueError(
-            f"a ring takes fp16 and bf16, rows that begin at multiples of 32 bytes, and columns that are a multiple of "
-            f"{config.block_k * config.split_k}, got {k} of {x.dtype}, strides {x.stride()}, {weights[0].stride()}"
-        )
+    elif config.ring:
+        _check_ring(config, x, weights)
     elif config.direct and x.dtype == torch.float32:
         raise ValueError("a direct configuration takes fp16 and bf16: fp32 would be multiplied as tf32")
     if norm is not None:
@@ -287,6 +284,19 @@ def linear(
     with torch.cuda.device_of(x):
         _choose_run(config)(operands)
     return out
+
+
+def _check_ring(config: LinearConfig, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    k = x.shape[1]
+    steps, left = divmod(k, config.block_k * config.split_k)
+    if left or not _suits_ring(x, weights):
+        raise ValueError(
+            f"a ring takes fp16 and bf16, rows that begin at multiples of 32 bytes, and columns that are a multiple of "
+            f"{config.block_k * config.split_k}, got {k} of {x.dtype}, strides {x.stride()}, {weights[0].stride()}"
+        )
+    # All stages but one are filled before the first step; of more than there are, some would lie behind the weights.
+    if not 2 <= config.num_stages <= steps + 1:
+        raise ValueError(f"a ring of {steps} steps takes 2 to {steps + 1} stages, got {config.num_stages}")
 
 
 def _suits_ring(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:

@@ -77,7 +77,7 @@ def choose_config(
     """
     pdl = facts.capability >= 90
     config = _direct_config(rows, features, k, gated, dtype, facts, norm) if rows > 1 else None
-    if config is None and rings and rows > 1:
+    if config is None and rings and rows > 1 and not norm:  # a ring's programs never have whole rows of x
         config = _ring_config(rows, features, k, gated, dtype, facts)
     if config is None and rows <= MAX_GEMV_ROWS:
         config = _gemv_config(rows, features, k, gated, dtype)

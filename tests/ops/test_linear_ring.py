@@ -9,7 +9,7 @@ import triton
 from test_linear import H200, Case, make_case, random
 
 from hf_turbo.ops import linear as ops
-from hf_turbo.ops.linear_config import LinearConfig, choose_config, multiplies_together, ring_rows
+from hf_turbo.ops.linear_config import LinearConfig, choose_config, multiplies_together, ring_rows, takes_norm
 
 #: (features, columns, gated) of models from 1B to 70B.
 SHAPES = [
@@ -131,6 +131,13 @@ def test_no_ring_for_other_columns_dtypes_and_devices(k, dtype, facts):
     assert not choose_config(4, 4096, 4096, True, torch.bfloat16, H200).ring
 
 
+def test_no_ring_where_a_norm_is_taken_along():
+    """What `norm_is_faster_within` has found must be what is launched."""
+    shape = (2, 5000, 1024, True, torch.bfloat16, H200)
+    assert choose_config(*shape, rings=True).ring
+    assert takes_norm(choose_config(*shape, norm=True, rings=True), 1024)
+
+
 @pytest.mark.parametrize("side", ["x", "weight"])
 @pytest.mark.parametrize("change", ["row", "start"])
 def test_what_is_not_aligned_has_no_ring(side, change):
@@ -152,6 +159,14 @@ def test_refuses_columns_that_are_not_whole_steps():
     case = make_ring_case(3, 192, (32,))
     with pytest.raises(ValueError, match="multiple of 128"):
         ops.linear(case.x, case.weights, config=FEW)
+
+
+@pytest.mark.parametrize("num_stages", [1, 4, 5])
+def test_refuses_stages_without_columns(num_stages):
+    """Of two steps: one stage would never be waited for, and with four weights are read behind the last."""
+    case = make_ring_case(3, 256, (32,))
+    with pytest.raises(ValueError, match="2 to 3 stages"):
+        ops.linear(case.x, case.weights, config=dataclasses.replace(FEW, num_stages=num_stages))
 
 
 @pytest.fixture
