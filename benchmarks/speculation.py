@@ -71,11 +71,11 @@ class SpeculationRow:
 class Useless:
     """Guesses on the device that are never right, as a tree or a chain of random tokens."""
 
-    reads_hidden = False
+    reads_hidden = keeps_text = False
 
     def __init__(self, tree: TokenTree, vocabulary: int, adaptive: bool) -> None:
         self.tree, self.vocabulary, self.adaptive = tree, vocabulary, adaptive
-        self.sizes = (max(tree.num_nodes - 1, 1),)
+        self.sizes, self.num_columns = (max(tree.num_nodes - 1, 1),), tree.num_nodes
 
     def __repr__(self) -> str:
         return f"Useless({self.tree.parents}, adaptive={self.adaptive})"
@@ -97,22 +97,25 @@ class Useless:
     def tree_of(self, size: int) -> TokenTree:
         return self.tree
 
-    def guess(self, hidden: torch.Tensor | None, roots: torch.Tensor, out: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        shifts = torch.arange(self.tree.num_nodes, device=roots.device) * 7919
-        tokens = (roots.unsqueeze(1) + shifts) % self.vocabulary
+    def follow(self, after: Any, out: Sequence[torch.Tensor]) -> None:
+        tokens = self.tokens_after(out[0][:, 0])
         for x in out:
             x.copy_(tokens[:, : x.shape[1]])
-        return out[0] if out else tokens
+
+    def tokens_after(self, roots: torch.Tensor) -> torch.Tensor:
+        shifts = torch.arange(self.tree.num_nodes, device=roots.device) * 7919
+        return (roots.unsqueeze(1) + shifts) % self.vocabulary
 
     def begin(self, context: DraftContext) -> Useless:
         return self
 
-    decides = False
-    guesses = property(lambda self: self)
-    is_stale = False
+    decides = is_stale = False
 
     def propose(self, size: int, texts: Any) -> Draft:
-        return Draft(self.tree, self.guess(None, texts.last), self.tree.max_depth * texts.num_rows)
+        return Draft(self.tree, self.tokens_after(texts.last), self.tree.max_depth * texts.num_rows)
+
+    def begin_ahead(self, texts: Any) -> Useless | None:
+        return self
 
     def learn(self, *args: Any) -> None: ...
 
@@ -121,8 +124,6 @@ class Useless:
 
 class Forced(Useless):
     """Drafts from the host of which each token is the right one with a probability; the texts are known beforehand."""
-
-    guesses = None
 
     def __init__(self, texts: Sequence[Sequence[int]], size: int, rate: float, vocabulary: int) -> None:
         super().__init__(TokenTree.chain(size), vocabulary, adaptive=False)
@@ -139,6 +140,9 @@ class Forced(Useless):
             drafts.append([t if self.random.random() < self.rate else (t + 1) % self.vocabulary for t in right])
         tokens = torch.cat([texts.last.unsqueeze(1), torch.tensor(drafts).to(texts.last.device)], dim=1)
         return Draft(self.tree, tokens, size * len(drafts))
+
+    def begin_ahead(self, texts: Any) -> None:
+        return None
 
 
 def timed(model: Any, inputs: dict[str, torch.Tensor], new: int, **options: Any) -> tuple[float, torch.Tensor]:

@@ -17,6 +17,7 @@ from ..generation.drafts import Draft, Drafter
 from ..generation.medusa import MedusaDrafter
 from ..generation.pace import Pace
 from ..generation.prompt_lookup import LookupRow, PromptLookup, chain_of
+from ..generation.repeats import RowRepeats, lay_found
 from ..modeling.head_input import HeadInput
 from ..ops.dispatch import argmax
 from ..ops.transfer import to_device
@@ -131,6 +132,7 @@ class MedusaRows:
     def __init__(self, drafter: MedusaDrafter, watch: HeadInput) -> None:
         self._drafter, self._watch = drafter, watch
         self._hidden: dict[Sequence, torch.Tensor] = {}
+        self._repeats: dict[Sequence, RowRepeats] = {}
         self._asked: list[Sequence] = []
 
     def propose(self, size: int, sequences: Many[Sequence], pace: Pace) -> Draft | None:
@@ -138,6 +140,7 @@ class MedusaRows:
             return None  # a plain step shows it
         hidden = torch.stack([self._hidden[sequence] for sequence in sequences])
         tree, tokens = self._drafter.tree_of(size), self._drafter.guess(hidden, _newest(sequences, hidden.device))
+        self._lay_repeats(tokens, sequences)
         self._asked = list(sequences)
         return Draft(tree, tokens[:, : tree.num_nodes], tree.max_depth * len(sequences))
 
@@ -152,9 +155,23 @@ class MedusaRows:
 
     def forget(self, sequence: Sequence) -> None:
         self._hidden.pop(sequence, None)
+        self._repeats.pop(sequence, None)
 
     def close(self) -> None:
         self._hidden.clear()
+        self._repeats.clear()
+
+    def _lay_repeats(self, tokens: torch.Tensor, sequences: Many[Sequence]) -> None:
+        """Puts what followed in each sequence's own text in the place of the best guesses."""
+        min_match, columns = self._drafter.min_match, self._drafter.columns_of_repeats(tokens.device)
+        if min_match is None:
+            return
+        found = []
+        for sequence in sequences:
+            if sequence not in self._repeats:
+                self._repeats[sequence] = RowRepeats(sequence.request.prompt)
+            found.append(self._repeats[sequence].find(sequence.new_tokens, len(columns), min_match))
+        lay_found(tokens, columns, found)
 
 
 class DraftModelRows:

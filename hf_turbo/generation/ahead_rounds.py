@@ -32,32 +32,37 @@ class GreedyFollower:
     Args:
         tree: the shape of the draft.
         guesses: makes the next drafts; None: there are none on the device.
+        drafts: whether there is one after this round.
     """
 
-    def __init__(self, tree: TokenTree, guesses: Guesses | DeviceTexts | None) -> None:
-        self._tree, self.guesses = tree, guesses
+    def __init__(self, tree: TokenTree, guesses: Guesses | None, drafts: bool) -> None:
+        self._tree, self._drafts = tree, drafts
+        self.guesses = guesses if guesses is not None and (drafts or guesses.keeps_text) else None
         self._addresses: list[tuple[object, torch.Tensor]] | None = None
 
     @property
     def key(self) -> Hashable:
         """Equal for followers that compute the same."""
-        return self._tree, id(self.guesses)
+        return self._tree, self.guesses, self._drafts
+
+    @property
+    def num_columns(self) -> int:
+        """Of the next draft as it is left."""
+        return 1 if self.guesses is None or not self._drafts else self.guesses.num_columns
 
     def __call__(self, graph: StepGraph) -> torch.Tensor:
-        """For each row of the graph, int64 `[rows, depth + 3 + nodes]`: the accepted tokens, then at their number the
-        model's own; that number; tokens in the cache; the largest next draft, or the next root alone; of `DeviceTexts`
-        one more column, as of `DeviceTexts.follow`.
+        """For each row of the graph, int64 `[rows, depth + 3 + num_columns]`: the accepted tokens, then at their number
+        the model's own; that number; tokens in the cache; the largest next draft as `Guesses` leave it, or the next
+        root alone.
 
         The next round's positions, lengths and tokens are left where the graph reads them, if it is of this shape.
         """
         tokens = graph.tensors["input_ids"].view(-1, self._tree.num_nodes)
         positions = graph.tensors["position_ids"].view(-1, *tokens.shape)
         output: Any = graph.output
-        guesses, hidden, room = self.guesses, None, 1
-        if isinstance(guesses, DeviceTexts):
-            room = guesses.tree.num_nodes + 1
-        elif guesses is not None:
-            hidden, room = graph.head_input, guesses.tree.num_nodes
+        guesses, hidden, room = self.guesses, None, self.num_columns
+        if guesses is not None and self._drafts and guesses.reads_hidden:
+            hidden = graph.head_input
         tree = self._tree.tensors(tokens.device)
         after = accept_round(
             output.logits.flatten(0, 1), tokens, positions, graph.seq_lens, graph.last_position,
@@ -66,11 +71,10 @@ class GreedyFollower:
         )  # fmt: skip
         if not self._tree.is_chain:
             self._move(graph, after.bases, after.path, after.counts)
-        following = after.result[:, -room:]
-        if isinstance(guesses, DeviceTexts):
-            guesses.follow(after.outcome, after.lengths, (following, tokens))
+        if guesses is not None and self._drafts:
+            guesses.follow(after, (after.result[:, -room:], tokens))  # of which tokens are a beginning
         elif guesses is not None:
-            guesses.guess(after.hidden, following[:, 0], (following, tokens))  # which is a beginning of their tree
+            guesses.skip(after)
         return after.result
 
     def _move(self, graph: StepGraph, bases: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
@@ -99,7 +103,7 @@ class Outcome(NamedTuple):
 
     #: The accepted tokens, the model's own after them, -1 beyond, and the number of the accepted ones.
     numbers: list[list[int]]
-    #: What the follower left for the next round, as of `DeviceTexts.follow`.
+    #: What the follower left for the next round, as of `Guesses.follow`.
     following: list[list[int]]
 
 
@@ -111,7 +115,7 @@ class AheadRounds:
         guesses: drafts on the device, if that is how the drafter works.
     """
 
-    def __init__(self, steps: TreeSteps, guesses: Guesses | DeviceTexts | None) -> None:
+    def __init__(self, steps: TreeSteps, guesses: Guesses | None) -> None:
         self._steps, self._guesses = steps, guesses
         self._num_rows = len(steps.lengths)
         self._under_way: deque[AheadRound] = deque()
@@ -120,6 +124,11 @@ class AheadRounds:
         self._lengths: torch.Tensor | None = None
         self._last: Followed | None = None
         self._is_closing = False
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether drafts are made on the device."""
+        return self._guesses is not None
 
     @property
     def num_under_way(self) -> int:
@@ -137,12 +146,12 @@ class AheadRounds:
 
     def launch(self, draft: Draft) -> bool:
         """Begins the first round; False: there can't be one."""
-        guesses = draft.num_drafted > 0 or isinstance(self._guesses, DeviceTexts)
-        return self._launch(draft.tree, draft.tokens.clamp_min(0), draft.num_drafted, guesses)
+        drafts = draft.num_drafted > 0 or isinstance(self._guesses, DeviceTexts)
+        return self._launch(draft.tree, draft.tokens.clamp_min(0), draft.num_drafted, drafts)
 
     def launch_root(self) -> bool:
         """Begins a plain step behind a round under way; False: there can't be one."""
-        return self._launch(_ROOT, None, 0, guesses=False)
+        return self._launch(_ROOT, None, 0, drafts=False)
 
     def launch_guess(self, tree: TokenTree) -> bool:
         """The same with what the last round guessed; a plain step that guesses, where it was one that did not."""
@@ -151,11 +160,11 @@ class AheadRounds:
         if self._following.shape[1] < tree.num_nodes:
             tree = _ROOT
         is_told = isinstance(self._guesses, DeviceTexts)
-        return self._launch(tree, None, None if is_told else tree.max_depth * self._num_rows, guesses=True)
+        return self._launch(tree, None, None if is_told else tree.max_depth * self._num_rows, drafts=True)
 
-    def _launch(self, tree: TokenTree, tokens: torch.Tensor | None, num_drafted: int | None, guesses: bool) -> bool:
+    def _launch(self, tree: TokenTree, tokens: torch.Tensor | None, num_drafted: int | None, drafts: bool) -> bool:
         """Begins a round, with what the last one left where no tokens are given."""
-        follower = GreedyFollower(tree, self._guesses if guesses else None)
+        follower = GreedyFollower(tree, self._guesses, drafts)
         ahead, last = sum(one.tree.max_depth + 1 for one in self._under_way), self._last
         result = None
         if tokens is None:
@@ -171,8 +180,8 @@ class AheadRounds:
             return False
         self._last = result
         depth = tree.max_depth
-        following = result.result[: self._num_rows, depth + 3 :]
-        self._following = following[:, :-1] if isinstance(follower.guesses, DeviceTexts) else following
+        num_nodes = self._guesses.tree.num_nodes if self._guesses is not None and follower.num_columns > 1 else 1
+        self._following = result.result[: self._num_rows, depth + 3 : depth + 3 + num_nodes]
         self._lengths = result.result[: self._num_rows, depth + 2]
         spare = self._spare.setdefault(tree, [])
         letter = (spare.pop() if spare else Letter()).send(result.result)

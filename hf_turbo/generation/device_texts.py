@@ -9,8 +9,9 @@ import torch
 from ..cache.token_tree import TokenTree
 from ..modeling.step_graph import bucket_of
 from ..ops.attention_config import next_power_of_2
-from ..ops.dispatch import repeat_text
+from ..ops.dispatch import lay_repeats, repeat_text
 from ..ops.reference_drafts import MAX_MATCH
+from ..ops.reference_rounds import Round
 from .texts import Texts
 
 #: Tokens that a text has room for at least, and how many new ones are made room for at once.
@@ -18,7 +19,7 @@ _LEAST_ROOM, _NEW_ROOM = 2048, 4096
 
 
 class DeviceTexts:
-    """Texts of rows up to a number, of tokens up to a number. Captured followers refer to them.
+    """Texts of rows up to a number, of tokens up to a number; the `Guesses` of prompt lookup.
 
     A token's place is that of its keys in the cache, so what a round has added follows from the cache's lengths alone,
     and adding it twice changes nothing.
@@ -29,9 +30,12 @@ class DeviceTexts:
         min_match: tokens that a repeated piece has at least.
     """
 
+    reads_hidden = False
+    keeps_text = True
+
     def __init__(self, num_rows: int, room: int, num_tokens: int, min_match: int, device: torch.device) -> None:
-        #: The shape of the largest draft; smaller ones are its beginnings.
         self.tree = TokenTree.chain(num_tokens)
+        self.num_columns = self.tree.num_nodes + 1  # the last one: how long a piece it follows
         self.room = room
         self.key = num_rows, room, device
         self._num_tokens, self._min_match = num_tokens, min_match
@@ -39,17 +43,32 @@ class DeviceTexts:
             self._text = torch.zeros(num_rows, room, dtype=torch.int32, device=device)
 
     def load(self, texts: Texts, left_out: Sequence[int]) -> torch.Tensor:
-        """Takes in rows that the host knows all of; nothing waits for the device. The answer is as of `follow`.
+        """Takes in rows that the host knows all of; nothing waits for the device. The answer is as of `find`.
 
         Args:
             left_out: columns of each row before the first one that the cache holds.
         """
-        tokens, lengths = texts.without(left_out)
-        self._text[: texts.num_rows, : tokens.shape[1]].copy_(tokens)
-        newest = texts.last
-        return self.follow(torch.stack([newest, torch.zeros_like(newest)], dim=1), lengths - 1)
+        return self.find(*self._take_in(texts, left_out))
 
-    def follow(self, outcome: torch.Tensor, lengths: torch.Tensor, out: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    def load_over(
+        self, texts: Texts, left_out: Sequence[int], columns: torch.Tensor, drafts: Sequence[torch.Tensor]
+    ) -> None:
+        """The same, but what is found is laid over drafts; see `lay_over`."""
+        self.lay_over(*self._take_in(texts, left_out), columns, drafts)
+
+    def follow(self, after: Round, out: Sequence[torch.Tensor]) -> None:
+        self.find(after.outcome, after.lengths, out)
+
+    def skip(self, after: Round) -> None:
+        self.lay_over(after.outcome, after.lengths, after.lengths[:0], ())
+
+    def lay_over(
+        self, outcome: torch.Tensor, lengths: torch.Tensor, columns: torch.Tensor, drafts: Sequence[torch.Tensor]
+    ) -> None:
+        """Takes in what a round has added, and lays what followed over drafts; see `lay_repeats`."""
+        lay_repeats(self._text[: len(lengths)], outcome, lengths, columns, self._min_match, drafts)
+
+    def find(self, outcome: torch.Tensor, lengths: torch.Tensor, out: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Takes in what a round has added; int64 `[rows, nodes + 1]`: the next draft, and how long a piece it follows.
 
         Where nothing has been there before the draft is the newest token again and again, after a piece of 0 tokens.
@@ -60,6 +79,13 @@ class DeviceTexts:
         """
         text = self._text[: len(lengths)]
         return repeat_text(text, outcome, lengths, self._num_tokens, self._min_match, out=out)
+
+    def _take_in(self, texts: Texts, left_out: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies texts; the outcome and the lengths of a round that has brought each row's newest token."""
+        tokens, lengths = texts.without(left_out)
+        self._text[: texts.num_rows, : tokens.shape[1]].copy_(tokens)
+        newest = texts.last
+        return torch.stack([newest, torch.zeros_like(newest)], dim=1), lengths - 1
 
 
 class SpareTexts:

@@ -137,7 +137,6 @@ class _Session:
     but one has not been in the draft model either.
     """
 
-    guesses = None
     is_stale = False
 
     def __init__(self, model: Any, cache: PagedCache, context: DraftContext) -> None:
@@ -178,6 +177,9 @@ class _Session:
         if self._samples:  # the last node has no children
             by_node = torch.stack([*drawn, torch.zeros_like(drawn[0])], dim=1)
         return Draft(TokenTree.chain(size), torch.stack(columns, dim=1), size * texts.num_rows, by_node)
+
+    def begin_ahead(self, texts: Texts) -> None:
+        pass
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         pass

@@ -10,8 +10,8 @@ import torch
 
 from ..cache.token_tree import TokenTree
 from ..modeling.head_input import HeadInput
+from ..ops.reference_rounds import Round
 from .acceptance import Accepted
-from .device_texts import DeviceTexts
 from .expectation import Expectation
 from .pace import Pace
 from .texts import Texts
@@ -70,40 +70,66 @@ class DraftContext:
     lengths: Sequence[int]
     goes_ahead: bool
 
+    def prompts(self) -> list[list[int]]:
+        """Each row's tokens, left padding left out."""
+        rows = [self.texts.row(row)[0].tolist() for row in range(self.texts.num_rows)]
+        if self.attention_mask is None:
+            return rows
+        leading = (self.attention_mask[:, : self.texts.num_prompt].cumsum(1) == 0).sum(1).tolist()
+        return [row[pad:] for row, pad in zip(rows, leading, strict=True)]
+
 
 class Guesses(Protocol):
-    """Drafts that are computed on the device from what the model's head was given."""
+    """Drafts that are made on the device, after each round by what it came to. Captured followers refer to them.
+
+    Equal ones compute the same.
+    """
 
     @property
     def tree(self) -> TokenTree:
-        """Their shape."""
+        """The shape of the largest; smaller ones are its beginnings."""
 
-    def guess(
-        self, hidden: torch.Tensor | None, roots: torch.Tensor, out: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
-        """Tokens of the tree, int64 `[rows, nodes]`, after the rows' newest tokens, int64 `[rows]`.
+    @property
+    def num_columns(self) -> int:
+        """Of a draft as `follow` leaves it: one a node, and what the host is told besides."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it needs what the model's head is given."""
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether it has to know of all rounds, also of those after which nothing is drafted."""
+
+    def follow(self, after: Round, out: Sequence[torch.Tensor]) -> None:
+        """Leaves the next draft of each row.
 
         Args:
-            hidden: `[rows, hidden_size]`, what the newest tokens were chosen by; None where the drafter does not
-                read it.
-            out: up to two tensors to leave the tokens in, the first of which comes back; the second may be of the first
-                nodes alone. `roots` may be a column of the first.
+            after: the round, with hidden states where they are read.
+            out: int64 `[rows, num_columns]`, whose first column has the newest tokens already, and one of fewer columns
+                for the first nodes.
         """
+
+    def skip(self, after: Round) -> None:
+        """Takes in a round after which nothing is drafted."""
 
 
 class DraftSession(Protocol):
     """A drafter at work on the rows of one call."""
 
     @property
-    def guesses(self) -> Guesses | DeviceTexts | None:
-        """How drafts are made on the device, if they are."""
-
-    @property
     def is_stale(self) -> bool:
-        """Whether it has to `learn` before it can propose."""
+        """Whether it has to `learn` before it can propose, and rounds can go on ahead."""
 
     def propose(self, size: int, texts: Texts) -> Draft | None:
         """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose."""
+
+    def begin_ahead(self, texts: Texts) -> Guesses | None:
+        """How drafts are made on the device in the rounds that follow, all of which go ahead; None: they are not.
+
+        Args:
+            texts: all of the rows' tokens.
+        """
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         """Takes in what was accepted of the last forward's nodes, before the host knows it."""

@@ -59,7 +59,7 @@ class LookupAhead:
         return sum(row.match > 0 and not row.is_over for row in self._rows)
 
     def hear(self, following: Sequence[Sequence[int]], done: Sequence[bool]) -> None:
-        """Takes in what a round's follower has left, as of `DeviceTexts.follow`; the texts have its tokens.
+        """Takes in what a round's follower has left, as of `DeviceTexts.find`; the texts have its tokens.
 
         Args:
             done: rows that have ended.
@@ -79,6 +79,9 @@ class LookupAhead:
             self.hear(found.tolist(), done)
         size = self.choose(size)
         return Draft(TokenTree.chain(size), found[:, : size + 1], size * self.num_found) if size else None
+
+    def begin_ahead(self, texts: Texts) -> DeviceTexts:
+        return self.guesses
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         self._is_known = False

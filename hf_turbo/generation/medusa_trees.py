@@ -9,9 +9,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from math import isfinite, prod
+from typing import NamedTuple
 
 Path = tuple[int, ...]
 Accuracies = Sequence[Sequence[float]]
+
+
+class Repeats(NamedTuple):
+    """What is expected of texts that repeat themselves, where what followed takes the place of the best guesses."""
+
+    #: Of all places, those at which the text has been before.
+    share: float
+    #: How often each token that followed is right there, if those before it are.
+    rate: float
 
 # The trees that come with Medusa (FasterDecoding/Medusa, medusa_choices.py), a digit a rank.
 _WRITTEN = {
@@ -57,7 +67,7 @@ PUBLISHED_TREES: dict[str, tuple[Path, ...]] = {
 }
 
 
-def search_tree(accuracies: Accuracies, num_nodes: int) -> tuple[Path, ...]:
+def search_tree(accuracies: Accuracies, num_nodes: int, repeats: Repeats | None = None) -> tuple[Path, ...]:
     """The tree of `num_nodes` drafted tokens that the most of are right, as far as accuracies tell.
 
     A node is right if all guesses on its path are; taken as independent, that happens as often as the product of their
@@ -68,6 +78,7 @@ def search_tree(accuracies: Accuracies, num_nodes: int) -> tuple[Path, ...]:
     Args:
         accuracies: `[head][rank]`, how often each guess was right, from 0 to 1.
         num_nodes: drafted tokens, at least 1; the root is not counted.
+        repeats: then the path of best guesses may go on beyond the heads; at those places other paths count as wrong.
 
     Returns:
         Paths in the order in which they were added. Fewer than asked for where no other guess is ever right.
@@ -81,33 +92,47 @@ def search_tree(accuracies: Accuracies, num_nodes: int) -> tuple[Path, ...]:
     chosen: list[Path] = []
     best: list[tuple[float, int, Path]] = []  # the best of the shortest first
 
-    def offer_children(path: Path, value: float) -> None:
-        if len(path) < len(accuracies):
-            for rank, accuracy in enumerate(accuracies[len(path)]):
-                if value * accuracy > 0:
-                    heapq.heappush(best, (-value * accuracy, len(path) + 1, (*path, rank)))
+    def offer_children(path: Path) -> None:
+        num_ranks = len(accuracies[len(path)]) if len(path) < len(accuracies) else 1
+        for child in ((*path, rank) for rank in range(num_ranks)):
+            if (value := _value(child, accuracies, repeats)) > 0:
+                heapq.heappush(best, (-value, len(child), child))
 
-    offer_children((), 1.0)
+    offer_children(())
     while best and len(chosen) < num_nodes:
-        negative, _, path = heapq.heappop(best)
+        _, _, path = heapq.heappop(best)
         chosen.append(path)
-        offer_children(path, -negative)
+        offer_children(path)
     return tuple(chosen)
 
 
-def expected_length(paths: Sequence[Sequence[int]], accuracies: Accuracies) -> float:
+def expected_length(
+    paths: Sequence[Sequence[int]], accuracies: Accuracies, repeats: Repeats | None = None
+) -> float:
     """Tokens that a step with this tree gives on average, the model's own one included, as far as accuracies tell.
 
     Args:
         paths: the tree.
         accuracies: `[head][rank]`; what it does not tell of counts as never right.
+        repeats: as of `search_tree`.
 
     Raises:
         ValueError: an accuracy is not from 0 to 1.
     """
     _check(accuracies)
-    known = {(head, rank): value for head, ranks in enumerate(accuracies) for rank, value in enumerate(ranks)}
-    return 1.0 + sum(prod(known.get(place, 0.0) for place in enumerate(path)) for path in paths)
+    return 1.0 + sum(_value(path, accuracies, repeats) for path in paths)
+
+
+def _value(path: Sequence[int], accuracies: Accuracies, repeats: Repeats | None) -> float:
+    """How often all tokens of a path are right."""
+    is_told = len(path) <= len(accuracies) and all(
+        rank < len(ranks) for rank, ranks in zip(path, accuracies, strict=False)
+    )
+    guessed = prod(ranks[rank] for rank, ranks in zip(path, accuracies, strict=False)) if is_told else 0.0
+    if repeats is None:
+        return guessed
+    repeated = 0.0 if any(path) else repeats.rate ** len(path)
+    return repeats.share * repeated + (1 - repeats.share) * guessed
 
 
 def _check(accuracies: Accuracies) -> None:

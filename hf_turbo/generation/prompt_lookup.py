@@ -113,23 +113,20 @@ class PromptLookup:
 
 
 class _Session:
-    guesses = None
     is_stale = False
 
     def __init__(self, context: DraftContext, drafter: PromptLookup, gain: MatchGain) -> None:
         self._drafter, self._gain, self._pace = drafter, gain, context.pace
-        texts, mask = context.texts, context.attention_mask
-        rows = [texts.row(row)[0].tolist() for row in range(texts.num_rows)]
-        if mask is not None:
-            leading = (mask[:, : texts.num_prompt].cumsum(1) == 0).sum(1).tolist()
-            rows = [row[pad:] for row, pad in zip(rows, leading, strict=True)]
-        self._rows = [LookupRow(row) for row in rows]
+        self._rows = [LookupRow(row) for row in context.prompts()]
 
     def propose(self, size: int, texts: Texts) -> Draft | None:
         for row, new in zip(self._rows, texts.new, strict=True):
             row.read(new, self._drafter.sizes[-1], self._gain)
         tokens = self._drafter.repeats(self._rows, self._gain, self._pace, size)
         return chain_of(tokens, texts.last) if tokens else None
+
+    def begin_ahead(self, texts: Texts) -> None:
+        pass
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         pass

@@ -192,7 +192,7 @@ class _Rounds:
 
     def _run_ahead(self, draft: Draft | None) -> bool:
         """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
-        ahead = AheadRounds(self._steps, self._session.guesses)
+        ahead = AheadRounds(self._steps, self._session.begin_ahead(self._rows.texts))
         if not ahead.launch(draft or self._root()):
             return False
         while ahead.num_under_way:
@@ -208,12 +208,14 @@ class _Rounds:
         num_under_way, session = ahead.num_under_way, self._session
         if num_under_way == 2 or self._must_drop() or ahead.is_closing or self._are_enough(num_under_way):
             return False
+        if session.is_stale:
+            return False
         size = self._pace.choose()
         if isinstance(session, LookupAhead):
-            return not session.is_stale and ahead.launch_guess(self._drafter.tree_of(session.choose(size)))
+            return ahead.launch_guess(self._drafter.tree_of(session.choose(size)))
         if size:
-            return session.guesses is not None and ahead.launch_guess(self._drafter.tree_of(size))
-        return (session.guesses is not None or ahead.only_plain_under_way) and ahead.launch_root()
+            return ahead.has_guesses and ahead.launch_guess(self._drafter.tree_of(size))
+        return (ahead.has_guesses or ahead.only_plain_under_way) and ahead.launch_root()
 
     def _receive(self, ahead: AheadRounds) -> None:
         """Takes in the oldest round's outcome."""

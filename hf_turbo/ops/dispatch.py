@@ -38,6 +38,7 @@ __all__ = [
     "head_block",
     "int4_dequantize",
     "int4_linear",
+    "lay_repeats",
     "layer_addresses",
     "linear",
     "move_kv",
@@ -213,6 +214,12 @@ def repeat_text(text: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """What followed the last time that texts ended as they do; see `reference_drafts.repeat_text`."""
     module = _kernels("repeat_text") if uses_triton(text.device) else reference_drafts
     return module.repeat_text(text, *args, **options)
+
+
+def lay_repeats(text: torch.Tensor, *args: Any) -> None:
+    """Lays what followed the last time over other drafts; see `reference_drafts.lay_repeats`."""
+    module = _kernels("repeat_text") if uses_triton(text.device) else reference_drafts
+    module.lay_repeats(text, *args)
 
 
 def rotate(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

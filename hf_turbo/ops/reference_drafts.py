@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -167,21 +167,57 @@ def repeat_text(
     """
     check_repeat(text, outcome, lengths, num_tokens, min_match, out)
     rows = []
+    for newest, known in _append(text, outcome, lengths):
+        match, place = _last_match(known)
+        found = [newest] * num_tokens
+        if match >= min_match:
+            found = [known[place + i % (len(known) - place)] for i in range(num_tokens)]
+        rows.append([newest, *found, match if match >= min_match else 0])
+    result = torch.tensor(rows, dtype=torch.int64, device=text.device).view(len(text), num_tokens + 2)
+    for x in out:
+        x.copy_(result[:, : x.shape[1]])
+    return out[0] if out else result
+
+
+def lay_repeats(
+    text: torch.Tensor,
+    outcome: torch.Tensor,
+    lengths: torch.Tensor,
+    columns: torch.Tensor,
+    min_match: int,
+    drafts: Sequence[torch.Tensor],
+) -> None:
+    """Appends new tokens to texts, and lays over drafts what followed the last time, where `repeat_text` finds it.
+
+    Args:
+        text, outcome, lengths, min_match: as of `repeat_text`.
+        columns: int64 `[D]`, 0 to 63 of them: where in a draft the tokens belong that followed, from the first on.
+        drafts: up to two of int64 `[B, nodes]`, the last stride 1. Columns that one has not are left out.
+
+    Raises:
+        ValueError: for other shapes, dtypes or numbers, or a tensor that is not contiguous.
+    """
+    check_lay(text, outcome, lengths, columns, min_match, drafts)
+    places = columns.tolist()
+    for row, (_, known) in enumerate(_append(text, outcome, lengths)):
+        match, place = _last_match(known) if places and drafts else (0, 0)
+        if match >= min_match:
+            for i, column in enumerate(places):
+                for draft in drafts:
+                    if column < draft.shape[1]:
+                        draft[row, column] = known[place + i % (len(known) - place)]
+
+
+def _append(
+    text: torch.Tensor, outcome: torch.Tensor, lengths: torch.Tensor
+) -> Iterator[tuple[int, list[int]]]:
+    """Writes each row's new tokens to its text; the newest one, and all of the text, which is empty without room."""
     for line, (*tokens, accepted), length in zip(text, outcome.tolist(), lengths.tolist(), strict=True):
         new, end = tokens[: accepted + 1], length + 1
         start = end - len(new)
         for place in range(max(start, 0), min(end, text.shape[1])):
             line[place] = new[place - start]
-        known = line[: max(end, 0)].tolist() if end <= text.shape[1] else []
-        match, place = _last_match(known)
-        found = [new[-1]] * num_tokens
-        if match >= min_match:
-            found = [known[place + i % (end - place)] for i in range(num_tokens)]
-        rows.append([new[-1], *found, match if match >= min_match else 0])
-    result = torch.tensor(rows, dtype=torch.int64, device=text.device).view(len(text), num_tokens + 2)
-    for x in out:
-        x.copy_(result[:, : x.shape[1]])
-    return out[0] if out else result
+        yield new[-1], line[: max(end, 0)].tolist() if end <= text.shape[1] else []
 
 
 def _last_match(tokens: list[int]) -> tuple[int, int]:
@@ -204,6 +240,41 @@ def check_repeat(
     out: Sequence[torch.Tensor],
 ) -> None:
     """Refuses what `repeat_text` does not take."""
+    _check_texts(text, outcome, lengths, min_match)
+    if not 1 <= num_tokens < MAX_NODES:
+        raise ValueError(f"num_tokens must be 1 to {MAX_NODES - 1}, got {num_tokens}")
+    rows = len(text)
+    for i, x in enumerate(out):
+        columns = range(1, num_tokens + 2) if i else (num_tokens + 2,)
+        fits = i < 2 and x.dim() == 2 and len(x) == rows and x.shape[1] in columns and x.stride(1) == 1
+        if not fits or x.dtype != torch.int64 or x.device != text.device or not (x.is_contiguous() or i == 0):
+            raise ValueError(
+                f"out must be one or two tensors of int64 on {text.device}: [{rows}, {num_tokens + 2}] with a last "
+                f"stride of 1, and a contiguous one of {rows} rows and up to {num_tokens + 1} columns"
+            )
+
+
+def check_lay(
+    text: torch.Tensor,
+    outcome: torch.Tensor,
+    lengths: torch.Tensor,
+    columns: torch.Tensor,
+    min_match: int,
+    drafts: Sequence[torch.Tensor],
+) -> None:
+    """Refuses what `lay_repeats` does not take."""
+    _check_texts(text, outcome, lengths, min_match)
+    is_list = columns.dim() == 1 and len(columns) < MAX_NODES and columns.is_contiguous()
+    if not is_list or columns.dtype != torch.int64 or columns.device != text.device:
+        raise ValueError(f"columns must be contiguous, int64 [0 to {MAX_NODES - 1}], on {text.device}")
+    fit = (x.dim() == 2 and len(x) == len(text) and x.stride(1) == 1 and x.device == text.device for x in drafts)
+    if len(drafts) > 2 or not all(fit) or any(x.dtype != torch.int64 for x in drafts):
+        raise ValueError(
+            f"drafts must be up to two, int64 [{len(text)}, nodes], with a last stride of 1, on {text.device}"
+        )
+
+
+def _check_texts(text: torch.Tensor, outcome: torch.Tensor, lengths: torch.Tensor, min_match: int) -> None:
     rows = len(text) if text.dim() else 0
     for name, x, dims, dtype in (
         ("text", text, 2, torch.int32), ("outcome", outcome, 2, torch.int64), ("lengths", lengths, 1, torch.int64),
@@ -215,15 +286,5 @@ def check_repeat(
             )
     if not 2 <= outcome.shape[1] <= MAX_NODES + 1:
         raise ValueError(f"outcome must have 2 to {MAX_NODES + 1} columns, got {outcome.shape[1]}")
-    if not 1 <= num_tokens < MAX_NODES or not 1 <= min_match <= MAX_MATCH:
-        raise ValueError(
-            f"num_tokens must be 1 to {MAX_NODES - 1} and min_match 1 to {MAX_MATCH}, got {num_tokens} and {min_match}"
-        )
-    for i, x in enumerate(out):
-        columns = range(1, num_tokens + 2) if i else (num_tokens + 2,)
-        fits = i < 2 and x.dim() == 2 and len(x) == rows and x.shape[1] in columns and x.stride(1) == 1
-        if not fits or x.dtype != torch.int64 or x.device != text.device or not (x.is_contiguous() or i == 0):
-            raise ValueError(
-                f"out must be one or two tensors of int64 on {text.device}: [{rows}, {num_tokens + 2}] with a last "
-                f"stride of 1, and a contiguous one of {rows} rows and up to {num_tokens + 1} columns"
-            )
+    if not 1 <= min_match <= MAX_MATCH:
+        raise ValueError(f"min_match must be 1 to {MAX_MATCH}, got {min_match}")

@@ -1,7 +1,7 @@
 """What followed the last time that a text ended as it does now (Triton): prompt lookup without the host.
 
 Two launches: many programs compare each row's end with what stands before every place of its text, then one for each
-row takes the best of them, copies what followed, and appends the row's new tokens.
+row takes the best of them, copies what followed, be it as a draft or into one, and appends the row's new tokens.
 """
 
 # A Triton kernel's parameters have no types that Python could check.
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_config import ceil_div, device_facts, next_power_of_2
 from .launch import Launcher
-from .reference_drafts import MAX_MATCH, check_repeat
+from .reference_drafts import MAX_MATCH, check_lay, check_repeat
 
 #: Places of a text that one program looks at: 8 for each of its 128 threads.
 _PLACES = 1024
@@ -70,6 +70,31 @@ def _match_text_kernel(
     tl.store(keys_ptr, tl.max(tl.where(length > 0, (length << 32) + place, 0), 0))
 
 
+@triton.jit
+def _best_match(keys_ptr, row, num_keys, BLOCK_KEYS: tl.constexpr):
+    """Tokens of the longest match of a row, 0 without any, and where it ends."""
+    key = tl.arange(0, BLOCK_KEYS)
+    best = tl.max(tl.load(keys_ptr + row.to(tl.int64) * num_keys + key, mask=key < num_keys, other=0), 0)
+    return best >> 32, (best & _MASK).to(tl.int32)
+
+
+@triton.jit
+def _following(text_ptr, outcome_ptr, place, start, end, i, found, NUM: tl.constexpr):
+    """The first NUM tokens that followed a match that ends at `place`, going round; int64, anything if not found."""
+    period = tl.where(found, end - place, 1)
+    return _tokens(text_ptr, outcome_ptr, place + i % period, start, i < tl.where(found, NUM, 0)).to(tl.int64)
+
+
+@triton.jit
+def _append(text_ptr, outcome_ptr, start, end, room, BLOCK_NEW: tl.constexpr):
+    """Writes a row's new tokens behind its text, as far as there is room."""
+    new = tl.arange(0, BLOCK_NEW)
+    target = start + new
+    mask = (target < end) & (target >= 0) & (target < room)
+    token = tl.load(outcome_ptr + new, mask=mask, other=0)
+    tl.store(text_ptr + target, token.to(tl.int32), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["room", "num_keys", "stride_out"],
     do_not_specialize_on_alignment=["text_ptr", "outcome_ptr", "lengths_ptr", "keys_ptr", "out_ptr", "draft_ptr"],
@@ -85,16 +110,12 @@ def _go_on_kernel(
         gdc_wait()
     row = tl.program_id(0)
     text_ptr, outcome_ptr, end, start = _row(text_ptr, outcome_ptr, lengths_ptr, row, room, COLUMNS)
-    key = tl.arange(0, BLOCK_KEYS)
-    keys = tl.load(keys_ptr + row.to(tl.int64) * num_keys + key, mask=key < num_keys, other=0)
-    best = tl.max(keys, 0)
-    length, place = best >> 32, (best & _MASK).to(tl.int32)
+    length, place = _best_match(keys_ptr, row, num_keys, BLOCK_KEYS)
     found = length >= MIN_MATCH
     newest = tl.load(outcome_ptr + end - 1 - start)
 
     i = tl.arange(0, BLOCK_NUM)
-    period = tl.where(found, end - place, 1)
-    tokens = _tokens(text_ptr, outcome_ptr, place + i % period, start, i < tl.where(found, NUM, 0)).to(tl.int64)
+    tokens = _following(text_ptr, outcome_ptr, place, start, end, i, found, NUM)
     tokens = tl.where(found, tokens, newest)
     out_ptr += row.to(tl.int64) * stride_out
     tl.store(out_ptr, newest)
@@ -104,16 +125,47 @@ def _go_on_kernel(
         draft_ptr += row.to(tl.int64) * NODES
         tl.store(draft_ptr, newest)
         tl.store(draft_ptr + 1 + i, tokens, mask=i < NODES - 1)
+    _append(text_ptr, outcome_ptr, start, end, room, BLOCK_NEW)
 
-    new = tl.arange(0, BLOCK_NEW)
-    target = start + new
-    mask = (target < end) & (target >= 0) & (target < room)
-    token = tl.load(outcome_ptr + new, mask=mask, other=0)
-    tl.store(text_ptr + target, token.to(tl.int32), mask=mask)
+
+@triton.jit(
+    do_not_specialize=["room", "num_keys", "stride_draft", "stride_other"],
+    do_not_specialize_on_alignment=[
+        "text_ptr", "outcome_ptr", "lengths_ptr", "keys_ptr", "columns_ptr", "draft_ptr", "other_ptr",
+    ],
+)  # fmt: skip
+def _lay_over_kernel(
+    text_ptr, outcome_ptr, lengths_ptr, keys_ptr, columns_ptr, draft_ptr, other_ptr, room, num_keys, stride_draft,
+    stride_other,
+    COLUMNS: tl.constexpr, NUM: tl.constexpr, NODES: tl.constexpr, OTHER: tl.constexpr, MIN_MATCH: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_NUM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: what followed in one row goes into columns of its drafts; new tokens are written to the text.
+
+    NUM: 0 for the latter alone. NODES, OTHER: columns of the drafts, 0 where there is none.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    i = tl.arange(0, BLOCK_NUM)
+    column = tl.load(columns_ptr + i, mask=i < NUM, other=0)  # no kernel writes them
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0)
+    text_ptr, outcome_ptr, end, start = _row(text_ptr, outcome_ptr, lengths_ptr, row, room, COLUMNS)
+    if NUM > 0:
+        length, place = _best_match(keys_ptr, row, num_keys, BLOCK_KEYS)
+        found = length >= MIN_MATCH
+        tokens = _following(text_ptr, outcome_ptr, place, start, end, i, found, NUM)
+        mask = i < tl.where(found, NUM, 0)
+        tl.store(draft_ptr + row.to(tl.int64) * stride_draft + column, tokens, mask=mask & (column < NODES))
+        if OTHER > 0:
+            tl.store(other_ptr + row.to(tl.int64) * stride_other + column, tokens, mask=mask & (column < OTHER))
+    _append(text_ptr, outcome_ptr, start, end, room, BLOCK_NEW)
 
 
 _launch_match = Launcher(_match_text_kernel)
 _launch_go_on = Launcher(_go_on_kernel)
+_launch_lay_over = Launcher(_lay_over_kernel)
 
 
 def repeat_text(
@@ -130,15 +182,11 @@ def repeat_text(
     result = out[0] if out else torch.empty(rows, num_tokens + 2, dtype=torch.int64, device=device)
     if not rows:
         return result
-    chunks = max(ceil_div(room, _PLACES), 1)
-    keys = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     draft, num_nodes = (out[1], out[1].shape[1]) if len(out) > 1 else (result, 0)
     pdl = device_facts(device).capability >= 90
     with torch.cuda.device_of(text):
-        _launch_match(
-            (device, columns, pdl), (chunks, rows, 1), text, outcome, lengths, keys, room,
-            columns, MAX_MATCH, _PLACES, pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=True,
-        )  # fmt: skip
+        keys = _match(text, outcome, lengths, pdl)
+        chunks = keys.shape[1]
         sizes = (next_power_of_2(chunks), next_power_of_2(columns - 1), next_power_of_2(num_tokens))
         constants = (columns, num_tokens, num_nodes, min_match, *sizes, pdl)
         _launch_go_on(
@@ -146,3 +194,46 @@ def repeat_text(
             result.stride(0), *constants, num_warps=1, launch_pdl=pdl, enable_fp_fusion=True,
         )  # fmt: skip
     return result
+
+
+def lay_repeats(
+    text: torch.Tensor,
+    outcome: torch.Tensor,
+    lengths: torch.Tensor,
+    columns: torch.Tensor,
+    min_match: int,
+    drafts: Sequence[torch.Tensor],
+) -> None:
+    """See `reference_drafts.lay_repeats`. Rows whose lengths are impossible do no harm.
+
+    `columns` must not be written by work that is still under way on the device: on GPUs that can, they are read before
+    the kernel in front has ended.
+    """
+    check_lay(text, outcome, lengths, columns, min_match, drafts)
+    (rows, room), device, num = text.shape, text.device, len(columns) if drafts else 0
+    if not rows:
+        return
+    pdl = device_facts(device).capability >= 90
+    with torch.cuda.device_of(text):
+        keys = _match(text, outcome, lengths, pdl) if num else outcome
+        draft, other = (*drafts, outcome, outcome)[:2]
+        nodes, others = ([x.shape[1] for x in drafts] + [0, 0])[:2]
+        chunks, width = keys.shape[1], outcome.shape[1]
+        sizes = (next_power_of_2(chunks), next_power_of_2(width - 1), next_power_of_2(max(num, 1)))
+        constants = (width, num, nodes, others, min_match, *sizes, pdl)
+        _launch_lay_over(
+            (device, constants), (rows, 1, 1), text, outcome, lengths, keys, columns, draft, other, room, chunks,
+            draft.stride(0), other.stride(0), *constants, num_warps=1, launch_pdl=pdl, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def _match(text: torch.Tensor, outcome: torch.Tensor, lengths: torch.Tensor, pdl: bool) -> torch.Tensor:
+    """The best match of each part of each row, int64 `[rows, parts]`."""
+    (rows, room), columns, device = text.shape, outcome.shape[1], text.device
+    chunks = max(ceil_div(room, _PLACES), 1)
+    keys = torch.empty(rows, chunks, dtype=torch.int64, device=device)
+    _launch_match(
+        (device, columns, pdl), (chunks, rows, 1), text, outcome, lengths, keys, room,
+        columns, MAX_MATCH, _PLACES, pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=True,
+    )  # fmt: skip
+    return keys

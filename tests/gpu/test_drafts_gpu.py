@@ -83,12 +83,29 @@ def test_prompt_lookup(name, adaptive):
         assert stats.rounds + stats.plain_steps > 16
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-def test_the_device_finds_what_an_index_finds(adaptive, monkeypatch):
-    """In texts that go round, as the next token depends on the last one alone; after each round, by captured graphs."""
+def models_that_go_round():
+    """A stock one and one to patch, whose next token depends on the last one alone."""
     stock, model = stock_model("llama"), patched_model("llama")
     for layer in (*stock.model.layers, *model.model.layers):
         layer.self_attn.o_proj.weight.data.zero_()
+    return stock, model
+
+
+def test_medusa_where_the_text_repeats_itself(heads):
+    """The device lays what followed over the guesses of heads that know nothing."""
+    stock, model = models_that_go_round()
+    for batch in batches():
+        expected, brought = new_text(stock, batch, NEW), []
+        for min_match in (None, 2):
+            asked = Medusa(heads(stock), tree=TREES["2x2x2"], adaptive=False, min_match=min_match)
+            brought.append(drafts(model, asked, expected, batch).tokens_per_step)
+        assert brought[0] < 1.5 and brought[1] > 2
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_device_finds_what_an_index_finds(adaptive, monkeypatch):
+    """In texts that go round; after each round, by captured graphs."""
+    stock, model = models_that_go_round()
     heard, hear = [], LookupAhead.hear
 
     def checked(session, following, done):

@@ -4,7 +4,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from hf_turbo.generation.medusa_trees import PUBLISHED_TREES, expected_length, search_tree
+from hf_turbo.generation.medusa_trees import PUBLISHED_TREES, Repeats, expected_length, search_tree
 
 
 def all_paths(heads, ranks):
@@ -66,6 +66,24 @@ def test_trees_grow_node_by_node():
     lengths = [expected_length(large[:size], accuracies) for size in range(21)]
     gains = [after - before for before, after in pairwise(lengths)]
     assert lengths[0] == 1.0 and gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize("share, rate", [(0.2, 0.9), (0.6, 0.5), (0.05, 1.0)])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 6])
+def test_no_tree_is_better_where_texts_repeat_themselves(share, rate, num_nodes):
+    """The path of best guesses may be deeper than the heads."""
+    accuracies, repeats = [[0.6, 0.2], [0.5, 0.3]], Repeats(share, rate)
+
+    def right(path):
+        guessed = value(path, accuracies) if len(path) <= 2 else 0.0
+        return (1 - share) * guessed + (0.0 if any(path) else share * rate ** len(path))
+
+    paths = search_tree(accuracies, num_nodes, repeats)
+    assert len(paths) == num_nodes and is_tree(paths)
+    known = all_paths(2, 2) + [(0,) * depth for depth in range(3, 7)]
+    best = max(sum(map(right, tree)) for tree in combinations(known, num_nodes) if is_tree(tree))
+    assert sum(map(right, paths)) == pytest.approx(best)
+    assert expected_length(paths, accuracies, repeats) == pytest.approx(1 + best)
 
 
 def test_guesses_that_are_never_right_are_left_out():

@@ -28,6 +28,9 @@ def compile_case(capability, depth, room, num_tokens):
         result, draft = (torch.empty(8, n, dtype=torch.int64) for n in (depth + 5 + num_tokens, depth + 1))
         outcome = torch.empty(8, depth + 2, dtype=torch.int64)
         repeat_text.repeat_text(text, outcome, lengths, num_tokens, 1, (result[:, depth + 3 :], draft))
+        columns = torch.empty(num_tokens, dtype=torch.int64)
+        repeat_text.lay_repeats(text, outcome, lengths, columns, 2, (result, draft))
+        repeat_text.lay_repeats(text, outcome, lengths, columns, 2, ())
     return [ahead.kernel_facts(kernel) for kernel in compiled]
 
 
@@ -35,7 +38,8 @@ def compile_case(capability, depth, room, num_tokens):
 def test_compiles_without_spills(capability):
     for name, facts in ahead.compile_apart(__file__, capability).items():
         assert isinstance(facts, list), facts
-        assert [kernel["name"] for kernel in facts] == ["_match_text_kernel", "_go_on_kernel"]
+        names = ["_match_text_kernel", "_go_on_kernel", "_match_text_kernel", "_lay_over_kernel", "_lay_over_kernel"]
+        assert [kernel["name"] for kernel in facts] == names
         for kernel in facts:
             assert kernel["stack"] <= ahead.STACK_BYTES, (name, kernel)
             assert kernel["shared"] <= ahead.DEVICES[capability][1], (name, kernel)

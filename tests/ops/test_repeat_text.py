@@ -110,11 +110,59 @@ def test_longer_texts(module, monkeypatch):
     assert got == [wanted(text, 15, 2) for text in rows] and got[0][-1] == MAX_MATCH and got[3][-1] == 0
 
 
+def lay(module, texts, counts, room, columns, min_match, seed=0):
+    """Lays what followed over two drafts of other tokens, and says what became of the wider one."""
+    rng = random.Random(seed)
+    rows = [t[: len(t) - n] + [rng.choice(t) for _ in range(room - len(t) + n)] for t, n in zip(texts, counts)]
+    outcome = [t[len(t) - n :] + [-1] * (max(counts) - n) + [n - 1] for t, n in zip(texts, counts)]
+    text = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    wide = torch.full((len(texts), 22), -7, device=DEVICE)
+    drafts = [wide[:, 2:-1], torch.full((len(texts), rng.randint(1, 19)), -7, device=DEVICE)]
+    lengths = torch.tensor([len(t) - 1 for t in texts], device=DEVICE)
+    places = torch.tensor(columns, dtype=torch.int64, device=DEVICE)
+    for _ in range(2):  # a captured one is computed once before its capture
+        module.lay_repeats(text, torch.tensor(outcome, device=DEVICE), lengths, places, min_match, drafts)
+    assert [row[: len(t)] for row, t in zip(text.tolist(), texts)] == texts
+    assert torch.equal(drafts[0][:, : drafts[1].shape[1]], drafts[1])
+    assert (wide[:, :2] == -7).all() and (wide[:, -1] == -7).all()
+    return drafts[0].tolist()
+
+
+@BOTH
+def test_laid_over_drafts(module):
+    """Rows in which nothing was there before keep their own tokens."""
+    seen = set()
+    for seed in range(200 if module is reference_drafts else 12):
+        rng = random.Random(seed)
+        rows = [make_text(rng) for _ in range(rng.randint(1, 3))]
+        counts = [rng.randint(1, min(len(text), 6)) for text in rows]
+        columns, min_match = rng.sample(range(19), rng.randint(1, 9)), rng.randint(1, 4)
+        got = lay(module, rows, counts, max(map(len, rows)) + rng.randint(0, 3), columns, min_match, seed)
+        for text, line in zip(rows, got, strict=True):
+            _, *tokens, match = wanted(text, len(columns), min_match)
+            laid = dict(zip(columns, tokens)) if match else {}
+            assert line == [laid.get(column, -7) for column in range(19)], seed
+            seen.add(match > 0)
+    assert seen == {True, False}
+
+
+@BOTH
+def test_texts_that_only_grow(module):
+    """Without columns or drafts nothing is looked for."""
+    text = torch.tensor([[1, 2, 1, 9, 9], [3, 3, 3, 9, 9]], dtype=torch.int32, device=DEVICE)
+    outcome, lengths = (torch.tensor(x, device=DEVICE) for x in ([[2, 5, 1], [4, -1, 0]], [4, 3]))
+    draft = torch.full((2, 4), -7, device=DEVICE)
+    for columns, drafts in (([], [draft]), ([1, 2], [])):
+        module.lay_repeats(text, outcome, lengths, torch.tensor(columns, dtype=torch.int64, device=DEVICE), 1, drafts)
+        assert text.tolist() == [[1, 2, 1, 2, 5], [3, 3, 3, 4, 9]] and (draft == -7).all()
+
+
 @BOTH
 def test_no_rows(module):
     empty = torch.tensor([], dtype=torch.int64, device=DEVICE)
     got = module.repeat_text(empty.view(0, 8).int(), empty.view(0, 3), empty, 4, 1)
     assert got.shape == (0, 6)
+    module.lay_repeats(empty.view(0, 8).int(), empty.view(0, 3), empty, torch.tensor([1], device=DEVICE), 1, [got])
 
 
 @BOTH
@@ -130,9 +178,20 @@ def test_refuses_what_it_does_not_take(module):
     ):  # fmt: skip
         with pytest.raises(ValueError, match="must"):
             module.repeat_text(*wrong)
+    columns, draft = torch.tensor([1, 2]), torch.zeros(2, 4).long()
+    for wrong in (
+        (columns, 0, [draft]), (columns.int(), 1, [draft]), (columns[None], 1, [draft]), (columns, 1, [draft[:1]]),
+        (columns, 1, [draft] * 3), (columns, 1, [draft.int()]), (columns, 1, [draft[:, ::2]]),
+        (torch.zeros(64).long(), 1, [draft]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="must"):
+            module.lay_repeats(text, outcome, lengths, *wrong)
 
 
 def test_dispatch():
     text = torch.tensor([[1, 2, 3, 1, 0, 0]], dtype=torch.int32, device=DEVICE)
     outcome, lengths = torch.tensor([[2, 0]], device=DEVICE), torch.tensor([4], device=DEVICE)
     assert dispatch.repeat_text(text, outcome, lengths, 2, 1).tolist() == [[2, 3, 1, 2]]
+    draft = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    dispatch.lay_repeats(text, outcome, lengths, torch.tensor([2, 0], device=DEVICE), 1, [draft])
+    assert draft.tolist() == [[1, 0, 3]]

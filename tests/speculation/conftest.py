@@ -41,6 +41,7 @@ def ahead(monkeypatch):
         watch = cache.head_input
         graph.output = graph.compute(own if watch is None else watch.wrapped(own), watch)
         graph.turn += 1
+        follower._addresses = None  # a kernel sees memory that the pool has got since
         return Followed(follower(graph).clone(), graph, key, follower, graph.turn)
 
     def run_drafts(steps, cache, kwargs, lengths, last_position, ahead, key, follower):

@@ -121,7 +121,6 @@ class Knowing:
     adaptive = False
     decides = False
     reads_hidden = False
-    guesses = None
     is_stale = False
 
     def __init__(self, texts: torch.Tensor, tree: TokenTree, seed: int = 0, vocabulary: int = 128) -> None:
@@ -160,6 +159,9 @@ class Knowing:
                 tokens[node] = token
             drafts.append(tokens)
         return Draft(self.tree, torch.tensor(drafts), self.tree.max_depth * len(drafts))
+
+    def begin_ahead(self, texts: Any) -> None:
+        pass
 
     def learn(self, accepted: Any, num_nodes: int) -> None:
         pass

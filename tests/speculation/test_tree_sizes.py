@@ -7,6 +7,7 @@ import torch
 from helpers import new_text, prompt, ragged, twins, used_blocks
 
 import hf_turbo
+from hf_turbo.generation.medusa import _REPEATS
 from hf_turbo.generation.medusa_heads import MedusaHeads
 from hf_turbo.generation.medusa_trees import search_tree
 from hf_turbo.generation.pace import Pace
@@ -44,17 +45,26 @@ def in_turn(monkeypatch):
     return seen
 
 
-def test_sizes(drafted, tmp_path):
-    """The best tree of each size, and what is promised of it."""
+@pytest.mark.parametrize("min_match", [None, 1, 16])
+def test_sizes(drafted, min_match, tmp_path):
+    """The best tree of each size, and what is promised of it; for texts that repeat themselves a deeper one."""
     _, model = drafted
+    hf_turbo.patch(model, speculation=hf_turbo.Medusa(tmp_path, num_nodes=20, min_match=min_match))
     drafter = handle_of(model).speculation.drafter
     assert drafter.sizes == (3, 7, 15, 19) and drafter.tree_of(19) is drafter.tree
     in_order = [[*itertools.accumulate(ranks, min)] for ranks in ACCURACIES]
+    repeats = None if min_match is None else _REPEATS
     for size in drafter.sizes:
         tree = drafter.tree_of(size)
         paths = {tuple(tree.ranks[node] for node in path[1:]) for path in tree.paths[1:]}
-        assert paths == set(search_tree(in_order, size)) and tree.num_nodes == size + 1
-    assert drafter.expectation().tokens(3) == pytest.approx(1 + 0.7 * (0.5 + 0.2 + 0.5 * 0.3))
+        assert paths == set(search_tree(in_order, size, repeats)) and tree.num_nodes == size + 1
+    if min_match is None:
+        assert drafter.tree.max_depth == 3 and len(drafter.columns_of_repeats("cpu")) == 3
+        assert drafter.expectation().tokens(3) == pytest.approx(1 + 0.7 * (0.5 + 0.2 + 0.5 * 0.3))
+    else:
+        assert len(drafter.columns_of_repeats("cpu")) == drafter.tree.max_depth > 3
+        promised = 0.7 * (0.5 + 0.2 + 0.5 * 0.3) + 0.3 * (0.7 + 0.7**2)
+        assert drafter.expectation().tokens(3) == pytest.approx(1 + 0.7 * promised)
     for options in (dict(adaptive=False), dict(tree=[[0], [0, 1], [1]]), dict(tree="mc_sim_7b_63")):
         hf_turbo.patch(model, speculation=hf_turbo.Medusa(tmp_path, num_nodes=20, **options))
         drafter = handle_of(model).speculation.drafter
