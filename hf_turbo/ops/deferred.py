@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,25 +46,49 @@ DEFERRED = frozenset({
 Rule = Callable[["DeferredMode", "Value"], "torch.Tensor | tuple[torch.Tensor, None] | None"]
 
 
-#: What `_result_meta` has found out: so many at most, then anew.
-_MAX_METAS = 4096
-_metas: dict[Any, Any] = {}
+#: What `_result_spec` has found out: so many at most, then anew.
+_MAX_RESULTS = 4096
+_results: dict[Any, Any] = {}
+#: One spec for all tensors that are alike: it stands for them in the keys above.
+_specs: dict[Any, TensorSpec] = {}
+
+
+class TensorSpec:
+    """What a tensor is without its numbers, read once: a step asks for the same thousands of times.
+
+    Args:
+        meta: the tensor on the meta device.
+    """
+
+    __slots__ = ("dtype", "is_contiguous", "meta", "numel", "offset", "shape", "stride")
+
+    def __init__(self, meta: torch.Tensor) -> None:
+        self.meta, self.shape, self.stride, self.dtype = meta, meta.shape, meta.stride(), meta.dtype
+        self.offset, self.numel, self.is_contiguous = meta.storage_offset(), meta.numel(), meta.is_contiguous()
+
+    def in_order_of(self, other: TensorSpec) -> bool:
+        """Whether a view of a tensor like `other` leaves every number in its place in memory."""
+        return self.numel == other.numel and self.is_contiguous and other.is_contiguous
 
 
 class Value:
     """One operation that was asked for, and its result once there is one.
 
     Args:
-        meta: the result's shape, strides and dtype: a tensor on the meta device, or several.
+        spec: of the result, or of each of several.
     """
 
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], meta: Any) -> None:
-        self.func, self.args, self.kwargs, self.meta = func, args, kwargs, meta
+    __slots__ = ("__weakref__", "args", "func", "is_view", "kwargs", "result", "spec")
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Any) -> None:
+        self.func, self.args, self.kwargs, self.spec = func, args, kwargs, spec
+        self.is_view = func in VIEWS
         self.result: Any = None
 
     @property
-    def is_view(self) -> bool:
-        return self.func in VIEWS
+    def meta(self) -> torch.Tensor:
+        """The only result, on the meta device."""
+        return self.spec.meta
 
 
 class Deferred(torch.Tensor):
@@ -72,20 +96,21 @@ class Deferred(torch.Tensor):
 
     value: Value
     output: int | None
+    spec: TensorSpec
 
     @staticmethod
     def __new__(cls, value: Value, index: int | None, device: torch.device) -> Deferred:
-        meta = value.meta if index is None else value.meta[index]
+        spec = value.spec if index is None else value.spec[index]
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+            cls, spec.shape, spec.stride, spec.offset, dtype=spec.dtype, device=device
         )
         torch._C._set_throw_on_mutable_data_ptr(tensor)  # a kernel launched by hand would read from address 0
-        tensor.value, tensor.output = value, index
+        tensor.value, tensor.output, tensor.spec = value, index, spec
         return tensor
 
     @property
     def meta(self) -> torch.Tensor:
-        return self.value.meta if self.output is None else self.value.meta[self.output]
+        return self.spec.meta
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stubs have neither cls nor func
@@ -114,14 +139,16 @@ class DeferredMode(TorchDispatchMode):
         self.num_launched = 0
         #: Operations that wrote to a tensor.
         self.num_writes = 0
-        self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._asked_for: list[weakref.ref[Value]] = []
         self._products: dict[Any, list[weakref.ref[Value]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self._deferred and self._is_ours(args, kwargs):
             return self._defer(func, args, kwargs)
-        if func in VIEWS and isinstance(args[0], Deferred):
+        if func in VIEWS:
+            if not isinstance(args[0], Deferred):
+                return func(*args, **kwargs)
             if args[0].value.result is None:
                 return self._defer(func, args, kwargs)
         elif func._schema.is_mutable:
@@ -155,16 +182,15 @@ class DeferredMode(TorchDispatchMode):
         if not isinstance(x, Deferred):
             return x
         value = x.value
-        if value.result is None and value.func in self._transient:
-            return self._compute(value)
         if value.result is None:
+            if value.func in self._transient:
+                return self._compute(value)
             self.finish(value, self._view(value) if value.is_view else self._compute(value))
         return value.result if x.output is None else value.result[x.output]
 
     def finish(self, value: Value, result: Any) -> None:
         """Gives a value its result. What it was computed from is let go."""
         value.result, value.args = result, ()
-        self._pending.discard(value)
 
     def products_of(self, x: torch.Tensor) -> Iterator[Value]:
         """The matrix products with `x` as their left side that nobody has asked for yet, oldest first."""
@@ -174,10 +200,18 @@ class DeferredMode(TorchDispatchMode):
                 yield value
 
     def waiting(self, *funcs: Any) -> list[Value]:
-        """The values of these operations that nobody has asked for yet, in no order."""
-        return [value for value in list(self._pending) if value.func in funcs and value.result is None]
+        """The values of these operations that nobody has asked for yet, oldest first."""
+        return [value for value in self._pending() if value.func in funcs]
+
+    def _pending(self) -> list[Value]:
+        """All values that have no result yet, oldest first."""
+        values = [value for ref in self._asked_for if (value := ref()) is not None and value.result is None]
+        self._asked_for = [weakref.ref(value) for value in values]
+        return values
 
     def _is_ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        if isinstance(args[0], Deferred) and "device" not in kwargs:  # nearly always
+            return True
         tensors = [x for x in _leaves(args) if isinstance(x, torch.Tensor)]
         if any(isinstance(x, Deferred) for x in tensors):
             return kwargs.get("device") in (None, self.device)
@@ -186,24 +220,22 @@ class DeferredMode(TorchDispatchMode):
         return floats and not moved and any(x.device == self.device and x.dim() > 0 for x in tensors)
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        with _disable_current_modes():
-            value = Value(func, args, kwargs, _result_meta(func, args, kwargs))
-            meta = value.meta
-            outputs = isinstance(meta, (tuple, list))
-            results = [Deferred(value, i, self.device) for i in range(len(meta))] if outputs else None
-            single = None if outputs else Deferred(value, None, self.device)
-        self._pending.add(value)
+        spec = _result_spec(func, args, kwargs)
+        value = Value(func, args, kwargs, spec)
+        self._asked_for.append(weakref.ref(value))
         if func in PRODUCTS:
             self._products.setdefault(identity(args[PRODUCTS[func]]), []).append(weakref.ref(value))
-        return single if results is None else type(meta)(results)
+        if isinstance(spec, TensorSpec):
+            return Deferred(value, None, self.device)
+        return type(spec)([Deferred(value, i, self.device) for i in range(len(spec))])
 
     def _in_one_piece(self, x: Any) -> Any:
         """The numbers of a tensor for code that reads memory by itself: contiguous where that was said."""
         numbers = self.tensor(x)
-        return numbers.contiguous() if isinstance(x, Deferred) and x.meta.is_contiguous() else numbers
+        return numbers.contiguous() if isinstance(x, Deferred) and x.spec.is_contiguous else numbers
 
     def _compute(self, value: Value) -> Any:
-        with _disable_current_modes():
+        with _without_modes():
             for rule in self.rules:
                 result = rule(self, value)
                 if result is not None:
@@ -213,7 +245,7 @@ class DeferredMode(TorchDispatchMode):
             return value.func(*args, **kwargs)
 
     def _view(self, value: Value) -> Any:
-        with _disable_current_modes():
+        with _without_modes():
             base = self.tensor(value.args[0])
             rest = value.args[1:]
             try:
@@ -233,7 +265,7 @@ class DeferredMode(TorchDispatchMode):
             if isinstance(base, Deferred) and base.value.func in self._transient:
                 self.finish(base.value, self._compute(base.value))  # from here on it is what is written
         targets = {_storage(self.tensor(x)) for x in tensors}
-        for value in list(self._pending):
+        for value in self._pending():
             reads = (_storage(x) for x in _leaves(value.args) if isinstance(x, torch.Tensor))
             if value.result is None and not targets.isdisjoint(reads):
                 self.finish(value, self._view(value) if value.is_view else self._compute(value))
@@ -243,7 +275,7 @@ def whole(x: Any) -> Any:
     """Under `x`, through views that keep every number in its place in memory: the value they all look at."""
     while isinstance(x, Deferred) and x.value.is_view and x.value.result is None:
         base = x.value.args[0]
-        if not isinstance(base, Deferred) or not _same_order(x.meta, base.meta):
+        if not isinstance(base, Deferred) or not x.spec.in_order_of(base.spec):
             break
         x = base
     return x
@@ -253,8 +285,9 @@ def _is_float(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.numel() == b.numel() and a.is_contiguous() and b.is_contiguous()
+def _without_modes() -> AbstractContextManager[Any]:
+    """No mode sees what runs in the block. (While torch calls a mode, that one is off; looking takes torch 4 us.)"""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
 def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
@@ -275,35 +308,49 @@ def _leaves(x: Any) -> Iterator[Any]:
         yield x
 
 
-def _result_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operation would give, on the meta device. The layers of a model ask for the same again and again."""
-    key = func, _described(args), _described(tuple(kwargs.items())), torch.get_default_dtype()
-    meta = _metas.get(key)
-    if meta is None:
+def _result_spec(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation would give. The layers of a model ask for the same again and again."""
+    described = _described(args), _described(tuple(kwargs.items())) if kwargs else ()
+    key = func, *described, torch.get_default_dtype()
+    spec = _results.get(key)
+    if spec is None:
+        if len(_results) >= _MAX_RESULTS:
+            _results.clear()
+            _specs.clear()
+        spec = _results[key] = _mapped(_spec_of, _computed_meta(func, args, kwargs))
+    return spec
+
+
+def _computed_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation's result on the meta device."""
+    with _without_modes():
         meta_args, meta_kwargs = _mapped(_meta, (args, kwargs))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
-        meta = func(*meta_args, **meta_kwargs)
-        if len(_metas) >= _MAX_METAS:
-            _metas.clear()
-        _metas[key] = meta
-    return meta
+        return func(*meta_args, **meta_kwargs)
+
+
+def _spec_of(meta: torch.Tensor) -> TensorSpec:
+    """Its spec, the same object for all that are alike."""
+    return _specs.setdefault(_described(meta), TensorSpec(meta))
 
 
 def _described(x: Any) -> Any:
     """Equal for arguments with which an operation gives tensors of the same shape, strides and dtype."""
     if isinstance(x, Deferred):
-        x = x.meta
+        return x.spec
+    if type(x) is int:
+        return x  # 1 is neither 1.0 nor True, whose types stand beside them below
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.storage_offset() if x.device.type == "meta" else 0
     if isinstance(x, (tuple, list)):
         return tuple([_described(one) for one in x])
-    return type(x), x  # 1 is not 1.0
+    return type(x), x
 
 
 def _meta(x: Any) -> Any:
     if isinstance(x, Deferred):
-        return x.meta
+        return x.spec.meta
     if isinstance(x, torch.Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return x

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_turbo.ops import deferred
-from hf_turbo.ops.deferred import Deferred, DeferredMode
+from hf_turbo.ops.deferred import Deferred, DeferredMode, aten
 
 CPU = torch.device("cpu")
 
 
 def shape_of(x):
-    return x.shape, x.stride(), x.dtype
+    return x.shape, x.stride(), x.dtype, x.storage_offset()
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(deferred, "_metas", {})
+    monkeypatch.setattr(deferred, "_results", {})
+    monkeypatch.setattr(deferred, "_specs", {})
 
 
 def pairs():
@@ -37,6 +39,9 @@ def pairs():
         (lambda: x[torch.tensor([1, 0])], lambda: x[torch.tensor([1, 0, 3])]),
         (lambda: x.neg().to(torch.float64), lambda: x.neg().to(torch.bfloat16)),
         (lambda: x.neg().to(torch.int64) * 2, lambda: x.neg().to(torch.int64) * 2.0),
+        (lambda: x.neg().to(torch.bool) * True, lambda: x.neg().to(torch.bool) * 1),
+        (lambda: x.neg()[:2].view(12), lambda: x.neg()[2:].view(12)),
+        (lambda: x.neg().view(4, 6).mean(1), lambda: x.neg().t().mean(1)),
     ]
 
 
@@ -78,12 +83,63 @@ def test_equal_operations_are_looked_at_once(monkeypatch):
     assert torch.equal(first, x * 3) and torch.equal(second, y * 3)
 
 
+def test_a_deep_model_is_looked_at_no_longer_than_a_shallow_one():
+    """A layer's input is like the last layer's, whatever computed it."""
+    x, weight = torch.randn(4, 6), torch.randn(6, 6)
+    num_known = []
+    with DeferredMode([], CPU):
+        for _ in range(4):
+            half = (x @ weight).view(2, 2, 6).transpose(0, 1).neg()
+            x = x + half.reshape(4, 6).tanh()
+            num_known.append(len(deferred._results))
+    assert num_known[1] == num_known[2] == num_known[3]
+
+
 def test_not_everything_is_remembered(monkeypatch):
-    monkeypatch.setattr(deferred, "_MAX_METAS", 5)
+    """What was deferred before goes on as it is."""
+    monkeypatch.setattr(deferred, "_MAX_RESULTS", 5)
     with DeferredMode([], CPU) as mode:
+        early = torch.arange(6.0).view(2, 3) * 2
         for n in range(1, 20):
             assert mode.tensor(torch.ones(n) * 2).shape == (n,)
-            assert len(deferred._metas) <= 5
+            assert len(deferred._results) <= 5 and len(deferred._specs) <= 5
+        late = torch.arange(6.0).view(3, 2) * 2
+        assert early.t().neg().shape == late.neg().shape == (3, 2)
+        assert mode.tensor(early.t().neg()).tolist() == [[0, -6], [-2, -8], [-4, -10]]
+
+
+class Seen(TorchDispatchMode):
+    """Notes what runs while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.funcs = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.funcs.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_another_mode_sees_nothing_of_what_is_deferred():
+    x = torch.randn(4, 6)
+    with Seen() as seen, DeferredMode([], CPU) as mode:
+        waits = x.neg().t()
+        result = mode.tensor(waits)
+    assert seen.funcs == []
+    assert type(result) is torch.Tensor and torch.equal(result, -x.t())
+
+
+def test_what_waits():
+    x = torch.ones(3)
+    with DeferredMode([], CPU) as mode:
+        first, dropped, done, second, other = x.neg(), x.neg(), x.neg(), x.neg(), x * 2
+        del dropped
+        mode.tensor(done)
+        for _ in range(2):
+            assert mode.waiting(aten.neg.default) == [first.value, second.value]
+        assert mode.waiting(aten.neg.default, aten.mul.Tensor) == [first.value, second.value, other.value]
+        third = x.neg()
+        assert mode.waiting(aten.neg.default) == [first.value, second.value, third.value]
 
 
 def test_a_list_of_tensors_that_is_written_to():
