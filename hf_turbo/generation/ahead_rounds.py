@@ -144,9 +144,12 @@ class AheadRounds:
         """Whether each round under way brings one token a row."""
         return all(one.tree.num_nodes == 1 for one in self._under_way)
 
-    def launch(self, draft: Draft) -> bool:
-        """Begins the first round; False: there can't be one."""
-        drafts = draft.num_drafted > 0 or isinstance(self._guesses, DeviceTexts)
+    def launch(self, draft: Draft, drafts: bool) -> bool:
+        """Begins the first round; False: there can't be one.
+
+        Args:
+            drafts: whether there is a draft after it, made on the device.
+        """
         return self._launch(draft.tree, draft.tokens.clamp_min(0), draft.num_drafted, drafts)
 
     def launch_root(self) -> bool:

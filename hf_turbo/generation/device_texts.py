@@ -42,19 +42,25 @@ class DeviceTexts:
         with torch.inference_mode(False):  # they outlive the call
             self._text = torch.zeros(num_rows, room, dtype=torch.int32, device=device)
 
-    def load(self, texts: Texts, left_out: Sequence[int]) -> torch.Tensor:
-        """Takes in rows that the host knows all of; nothing waits for the device. The answer is as of `find`.
+    def load(self, texts: Texts, left_out: Sequence[int], newest: torch.Tensor | None = None) -> torch.Tensor:
+        """Takes in all of the rows' tokens; nothing waits for the device. The answer is as of `find`.
 
         Args:
             left_out: columns of each row before the first one that the cache holds.
+            newest: those after the ones that the host knows, int64 `[rows]`, if there are such.
         """
-        return self.find(*self._take_in(texts, left_out))
+        return self.find(*self._take_in(texts, left_out, newest))
 
     def load_over(
-        self, texts: Texts, left_out: Sequence[int], columns: torch.Tensor, drafts: Sequence[torch.Tensor]
+        self,
+        texts: Texts,
+        left_out: Sequence[int],
+        columns: torch.Tensor,
+        drafts: Sequence[torch.Tensor],
+        newest: torch.Tensor | None = None,
     ) -> None:
         """The same, but what is found is laid over drafts; see `lay_over`."""
-        self.lay_over(*self._take_in(texts, left_out), columns, drafts)
+        self.lay_over(*self._take_in(texts, left_out, newest), columns, drafts)
 
     def follow(self, after: Round, out: Sequence[torch.Tensor]) -> None:
         self.find(after.outcome, after.lengths, out)
@@ -80,12 +86,15 @@ class DeviceTexts:
         text = self._text[: len(lengths)]
         return repeat_text(text, outcome, lengths, self._num_tokens, self._min_match, out=out)
 
-    def _take_in(self, texts: Texts, left_out: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _take_in(
+        self, texts: Texts, left_out: Sequence[int], newest: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies texts; the outcome and the lengths of a round that has brought each row's newest token."""
         tokens, lengths = texts.without(left_out)
         self._text[: texts.num_rows, : tokens.shape[1]].copy_(tokens)
-        newest = texts.last
-        return torch.stack([newest, torch.zeros_like(newest)], dim=1), lengths - 1
+        if newest is None:
+            newest, lengths = texts.last, lengths - 1
+        return torch.stack([newest, torch.zeros_like(newest)], dim=1), lengths
 
 
 class SpareTexts:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..cache.token_tree import TokenTree
 from .acceptance import Accepted
 from .device_texts import DeviceTexts, SpareTexts
@@ -80,7 +82,9 @@ class LookupAhead:
         size = self.choose(size)
         return Draft(TokenTree.chain(size), found[:, : size + 1], size * self.num_found) if size else None
 
-    def begin_ahead(self, texts: Texts) -> DeviceTexts:
+    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> DeviceTexts:
+        if newest is not None:
+            self.guesses.load(texts, self._left_out, newest)
         return self.guesses
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:

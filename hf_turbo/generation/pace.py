@@ -98,7 +98,7 @@ class Pace:
         turn, place = divmod(self._counts.rounds + self._counts.plain_steps, _LOOK_ASIDE)
         return best if place else self._beside(best, turn)
 
-    def note(self, size: int, drafted: int, accepted: int, seconds: float, rows: int = 1) -> None:
+    def note(self, size: int, drafted: int, accepted: int, seconds: float | None, rows: int = 1) -> None:
         """Takes in what a round gave.
 
         Args:
@@ -106,7 +106,7 @@ class Pace:
             drafted: how many there were, at most `size` a row, summed over the rows. Those that were asked for and not
                 there count as not accepted.
             accepted: how many of them were accepted, summed over the rows.
-            seconds: how long the round took.
+            seconds: how long the round took; None: that is not known.
             rows: how many rows it had.
 
         Raises:
@@ -114,10 +114,11 @@ class Pace:
         """
         if size not in self._seconds:
             raise ValueError(f"A round's size is 0 or one of {list(self._sizes)}, not {size}.")
-        if rows < 1 or not 0 <= accepted <= drafted <= size * rows or not 0 <= seconds < math.inf:
+        if rows < 1 or not 0 <= accepted <= drafted <= size * rows or not 0 <= (seconds or 0) < math.inf:
             what = f"drafted {drafted}, accepted {accepted}, {seconds} seconds, {rows} rows"
             raise ValueError(f"No round of size {size} can have this: {what}.")
-        self._seconds[size].append(seconds)
+        if seconds is not None:
+            self._seconds[size].append(seconds)
         self._count(size, drafted, accepted, rows)
         if size:
             self._expectation.learn(size, accepted / rows, rows)

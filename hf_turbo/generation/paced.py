@@ -30,7 +30,7 @@ class Nominal(Pace):
         super().__init__(drafter.sizes, drafter.expectation())
         self._costs = {0: 1.0} | {size: drafter.cost(size) for size in drafter.sizes}
 
-    def note(self, size: int, drafted: int, accepted: int, seconds: float, rows: int = 1) -> None:
+    def note(self, size: int, drafted: int, accepted: int, seconds: float | None, rows: int = 1) -> None:
         super().note(size, drafted, accepted, self._costs[size], rows)
 
 

@@ -90,7 +90,7 @@ class HostRepeats:
         rows = zip(self._rows, texts.new, strict=True)
         lay_found(tokens, columns, [row.find(new, len(columns), min_match) for row, new in rows])
 
-    def begin_ahead(self, texts: Texts) -> Guesses:
+    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> Guesses:
         return self._drafter
 
     def change(self) -> None:
@@ -154,10 +154,10 @@ class DeviceRepeats:
         """See `HostRepeats`."""
         self._load([tokens])
 
-    def begin_ahead(self, texts: Texts) -> Guesses:
+    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> Guesses:
         """Has the device know the texts."""
         if not self._is_known:
-            self._load([])
+            self._load([], newest)
         return RepeatingGuesses(self._drafter, self._on_device)
 
     def change(self) -> None:
@@ -174,10 +174,10 @@ class DeviceRepeats:
         """Gives the texts back."""
         self._spare.give_back(self._on_device)
 
-    def _load(self, drafts: Sequence[torch.Tensor]) -> None:
+    def _load(self, drafts: Sequence[torch.Tensor], newest: torch.Tensor | None = None) -> None:
         self._on_device = self._fitting(self._on_device)
         columns = self._drafter.columns_of_repeats(self._texts.device)
-        self._on_device.load_over(self._texts, self._left_out, columns, drafts)
+        self._on_device.load_over(self._texts, self._left_out, columns, drafts, newest)
         self._is_known = True
 
     def _fitting(self, present: DeviceTexts | None) -> DeviceTexts:

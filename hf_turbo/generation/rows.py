@@ -74,7 +74,15 @@ class Rows:
         Returns:
             How many tokens each row has got, and how many drafted ones were accepted.
         """
-        numbers = torch.cat([accepted.tokens, accepted.counts.unsqueeze(1)], dim=1).tolist()
+        return self.take_written(self.numbers_of(accepted).tolist())
+
+    @staticmethod
+    def numbers_of(accepted: Accepted) -> torch.Tensor:
+        """What the host reads of it, int64 `[rows, depth + 2]`."""
+        return torch.cat([accepted.tokens, accepted.counts.unsqueeze(1)], dim=1)
+
+    def take_written(self, numbers: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+        """The same for what has been read already: a row each, tokens and at the end how many drafts were accepted."""
         new, num_accepted = self._cut(numbers)
         self.choice.take([len(tokens) for tokens in new])
         self.texts.append(new)
@@ -82,7 +90,7 @@ class Rows:
         return [len(tokens) for tokens in new], num_accepted
 
     def take_numbers(self, numbers: Sequence[Sequence[int]]) -> tuple[list[int], int]:
-        """The same for what has been read already: a row each, tokens and at the end how many drafts were accepted."""
+        """The same for tokens that only the host has so far."""
         new, num_accepted = self._cut(numbers)
         self.texts.append_unwritten(new)
         return [len(tokens) for tokens in new], num_accepted

@@ -20,12 +20,14 @@ from ..cache.token_tree import MAX_NODES, TokenTree
 from ..compat import CACHE_NAME
 from ..modeling.head_input import HeadInput
 from .ahead_rounds import AheadRounds
+from .device_texts import DeviceTexts
 from .drafts import Draft, DraftContext, Drafter
 from .known import ProcessorKinds, criteria_are_known
 from .lookup_ahead import LookupAhead
 from .loop import can_sample, runs_ahead
 from .pace import Pace
 from .prefix import keep_text
+from .readback import Letter
 from .rows import Rows
 from .stopping import StopRules
 from .tree_steps import TreeSteps
@@ -148,24 +150,25 @@ class _Rounds:
             model, rows.texts, mask, samples, rows.draws, watch, rows.max_new, pace, steps.lengths, self._goes_ahead
         )
         self._drafter, self._session = drafter, drafter.begin(context)
-        #: When the last outcome was known: all time since is what the next one took.
-        self._since = time.perf_counter()
+        #: When the last outcome was known: all time since is what the next one took. None: it began before that.
+        self._since: float | None = None
 
     def run(self, first: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """All of them, after the prompt's last logits `[rows, 1, vocabulary]`."""
         rows = self._rows
         try:
-            no_token = rows.prompt.new_zeros(len(rows.prompt), 1)  # a prompt of embeddings has no last one
-            rows.take(rows.choice(Draft(_ROOT, no_token, 0), first))
             self._pace.new_text()
-            self._since = time.perf_counter()
+            ahead = self._take_first(first)
+            if ahead is None:
+                self._since = time.perf_counter()
+            else:
+                self._go_on_ahead(ahead)
             while not all(rows.done):
                 self._drop_done()
                 size = 0 if self._session.is_stale else self._pace.choose()
                 draft = self._session.propose(size, rows.texts) if size else None
                 # A session that has missed what was accepted learns from a round of which the host sees all.
-                ahead = self._goes_ahead and not self._session.is_stale and self._run_ahead(draft)
-                if not ahead:
+                if not (self._goes_ahead and not self._session.is_stale and self._run_ahead(draft)):
                     self._run_one(draft)
             self._keep_texts(range(len(rows.done)))
             if rows.keeps_cache:
@@ -174,6 +177,24 @@ class _Rounds:
             self._session.close()
             self._steps.close()
         return rows.result(self._steps.cache)
+
+    def _take_first(self, first: torch.Tensor) -> AheadRounds | None:
+        """Takes each row's first token; a plain step may be under way behind the prompt then, which is returned."""
+        rows = self._rows
+        no_token = rows.prompt.new_zeros(len(rows.prompt), 1)  # a prompt of embeddings has no last one
+        accepted = rows.choice(Draft(_ROOT, no_token, 0), first)
+        if not self._goes_ahead or rows.max_new == 1:
+            rows.take(accepted)
+            return None
+        letter = Letter().send(rows.numbers_of(accepted))
+        guesses = self._session.begin_ahead(rows.texts, accepted.tokens[:, 0])
+        ahead = None if guesses is None else AheadRounds(self._steps, guesses)
+        # What follows that step makes the first draft: the host would wait for the token, and the device for the host.
+        root = Draft(_ROOT, accepted.tokens, 0)
+        is_under_way = ahead is not None and ahead.launch(root, drafts=self._pace.choose() > 0)
+        [numbers] = letter.open()
+        rows.take_written([] if numbers is None else numbers.tolist())
+        return ahead if is_under_way else None
 
     def _run_one(self, draft: Draft | None) -> None:
         """One round, from a draft to its outcome."""
@@ -192,16 +213,21 @@ class _Rounds:
 
     def _run_ahead(self, draft: Draft | None) -> bool:
         """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
-        ahead = AheadRounds(self._steps, self._session.begin_ahead(self._rows.texts))
-        if not ahead.launch(draft or self._root()):
+        guesses = self._session.begin_ahead(self._rows.texts)
+        ahead = AheadRounds(self._steps, guesses)
+        if not ahead.launch(draft or self._root(), drafts=draft is not None or isinstance(guesses, DeviceTexts)):
             return False
+        self._go_on_ahead(ahead)
+        return True
+
+    def _go_on_ahead(self, ahead: AheadRounds) -> None:
+        """One round after another behind the one under way."""
         while ahead.num_under_way:
             while self._launch_next(ahead):
                 pass
             self._receive(ahead)
         self._steps.keep([0] * len(self._rows.done))
         self._session.miss()
-        return True
 
     def _launch_next(self, ahead: AheadRounds) -> bool:
         """Begins one more round; False: not now."""
@@ -250,7 +276,7 @@ class _Rounds:
         """Tells the pace of a round whose outcome is known now."""
         size = tree.num_nodes - 1
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._since = None if self._since is None else now - self._since, now
         drafted = min(num_drafted, size * num_open)  # rows that have ended don't count
         self._pace.note(size if num_open else 0, drafted, min(num_accepted, drafted), seconds, max(num_open, 1))
 

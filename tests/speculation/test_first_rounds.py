@@ -3,9 +3,11 @@
 On a CPU: real graphs of steps, computed through the deferred mode, but not recorded.
 """
 
+import gc
+
 import pytest
 import torch
-from drafting import Moves
+from drafting import Moves, assert_same_output
 from helpers import new_text, prompt, ragged, twins, used_blocks
 from steps import serve_without_gpu
 from test_ahead_rounds import drafters
@@ -88,6 +90,59 @@ def test_only_a_first_call_waits(by_host, tmp_path, monkeypatch, kind):
     assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
     assert handle_of(model).steps.num_replayed > replayed
     assert kind == "adaptive lookup" or (not by_host and len(looks) == 1)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Rounds, and whether the host knew the texts by then."""
+    seen, launch, begin = [], ahead_rounds.AheadRounds._launch, speculation._Rounds.__init__
+
+    def began(rounds, *args):
+        begin(rounds, *args)
+        seen.append(rounds._rows)
+
+    def noted(rounds, tree, *args, **options):
+        seen.append((tree.num_nodes, min(map(len, seen[0].texts.new))))
+        return launch(rounds, tree, *args, **options)
+
+    monkeypatch.setattr(speculation._Rounds, "__init__", began)
+    monkeypatch.setattr(ahead_rounds.AheadRounds, "_launch", noted)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["medusa", "lookup", "adaptive lookup"])
+def test_a_step_is_under_way_before_the_first_token_is_known(launched, tmp_path, kind):
+    stock, model = drafting(tmp_path, kind)
+    for batch in (ragged(3, 9, 6), ragged(12, 5, 7, seed=2)):
+        for _ in range(2):
+            launched.clear()
+            assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
+        assert launched[1] == (1, 0) and launched[2][1] == 1 and launched[2][0] > (kind != "adaptive lookup")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "lookup"])
+@pytest.mark.parametrize("returns_cache", [False, True])
+def test_texts_that_end_at_once(launched, tmp_path, kind, returns_cache):
+    """One row, all rows, and by their length: after the first token or the second."""
+    stock, model = drafting(tmp_path, kind)
+    batch = ragged(3, 9, 6)
+    texts(model, batch)
+    said = new_text(stock, batch, 3)
+    ends = [said[0, :1], said[1, 1:2], said[:, 0], said[:, 1]]
+    asked = [dict(max_new_tokens=n) for n in (1, 2, 3)]
+    asked += [dict(max_new_tokens=NEW, eos_token_id=end.tolist(), pad_token_id=0) for end in ends]
+    for options in asked:
+        launched.clear()
+        options |= dict(do_sample=False, return_dict_in_generate=returns_cache)
+        expected, got = (one.generate(**batch, **options) for one in (stock, model))
+        if returns_cache:
+            assert_same_output(expected, got, batch["attention_mask"], options.get("eos_token_id", ()))
+        else:
+            assert torch.equal(got, expected)
+        assert (launched[1:2] == [(1, 0)]) == (options["max_new_tokens"] > 1)
+        del got
+        gc.collect()
+        assert used_blocks(model) == 0
 
 
 def weaker(model):

@@ -1,5 +1,7 @@
 """What rounds take is counted from outcome to outcome, whatever the host did in between: a clock that others move."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from drafting import Knowing, pair
@@ -34,21 +36,15 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def noted(monkeypatch, clock):
-    """Seconds that the pace was told of, and those at the first token."""
-    seconds, began = [], []
-    note, new_text = Pace.note, Pace.new_text
+    """Seconds that the pace was told of, and when."""
+    seconds, note = [], Pace.note
 
     def noting(pace, size, drafted, accepted, taken, rows=1):
-        seconds.append((size, taken))
+        seconds.append((clock.now, taken))
         return note(pace, size, drafted, accepted, taken, rows)
 
-    def beginning(pace):
-        began.append(clock.now)
-        return new_text(pace)
-
     monkeypatch.setattr(Pace, "note", noting)
-    monkeypatch.setattr(Pace, "new_text", beginning)
-    return seconds, began
+    return seconds
 
 
 def slow(monkeypatch, clock, cls, name, seconds):
@@ -78,8 +74,12 @@ def test_no_time_falls_through(monkeypatch, tmp_path, clock, noted, kind, goes_a
     slow(monkeypatch, clock, Rows, "take_numbers", 0.125)
     got = one.model.generate(prompt(1, 9), max_new_tokens=NEW, do_sample=False)
     assert torch.equal(got, text)
-    seconds, [began] = noted
-    assert clock.now > began
-    assert sum(taken for _, taken in seconds) == clock.now - began
+    times, seconds = zip(*noted, strict=True)
+    assert len(times) > 3 and times[-1] == clock.now > times[0]
+    assert list(seconds[1:]) == [after - before for before, after in pairwise(times)]
+    if goes_ahead and kind != "knowing":
+        assert seconds[0] is None  # it began behind the prompt: when is not known
+    else:
+        assert 0 < seconds[0] <= times[0]
     if kind == "knowing":
-        assert min(taken for _, taken in seconds) > 1.0  # each has waited for its draft
+        assert min(seconds) > 1.0  # each has waited for its draft
