@@ -26,6 +26,9 @@ aten = torch.ops.aten
 #: Matrix products, and which argument is their left side.
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, torch.ops.hf_turbo.int4_mm.default: 0}
 
+#: What a norm multiplies by its weight with.
+_NORMS = frozenset({aten.mul.Tensor, aten._fused_rms_norm.default})
+
 #: Operations that only look at their first argument in another way.
 VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
@@ -139,12 +142,14 @@ class DeferredMode(TorchDispatchMode):
         self.num_launched = 0
         #: Operations that wrote to a tensor.
         self.num_writes = 0
+        #: Where the numbers lie that have been computed or written since the mode began.
+        self._made: set[int | None] = set()
         self._asked_for: list[weakref.ref[Value]] = []
         self._products: dict[Any, list[weakref.ref[Value]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._deferred and self._is_ours(args, kwargs):
+        if func in self._deferred and self._is_ours(args, kwargs) and not self._has_made_weight(func, args):
             return self._defer(func, args, kwargs)
         if func in VIEWS:
             if not isinstance(args[0], Deferred):
@@ -156,7 +161,10 @@ class DeferredMode(TorchDispatchMode):
         elif func.namespace != "aten" or func is aten.as_strided.default:
             args, kwargs = _mapped(self._in_one_piece, (args, kwargs))
         args, kwargs = _mapped(self.tensor, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func not in VIEWS:
+            self._made |= _storages(result) - _storages(args)  # others look at a tensor in another way, too
+        return result
 
     @staticmethod
     @contextmanager
@@ -191,6 +199,8 @@ class DeferredMode(TorchDispatchMode):
     def finish(self, value: Value, result: Any) -> None:
         """Gives a value its result. What it was computed from is let go."""
         value.result, value.args = result, ()
+        if not value.is_view:
+            self._made |= _storages(result)
 
     def products_of(self, x: torch.Tensor) -> Iterator[Value]:
         """The matrix products with `x` as their left side that nobody has asked for yet, oldest first."""
@@ -208,6 +218,20 @@ class DeferredMode(TorchDispatchMode):
         values = [value for ref in self._asked_for if (value := ref()) is not None and value.result is None]
         self._asked_for = [weakref.ref(value) for value in values]
         return values
+
+    def _has_made_weight(self, func: Any, args: Any) -> bool:
+        """Whether a product's or a norm's weight or bias is no parameter, but has been computed or written just now.
+
+        Kernels read weights before those in front of them have ended.
+        """
+        if func in PRODUCTS:
+            weights = [x for i, x in enumerate(args) if i != PRODUCTS[func]]
+        elif func in _NORMS:
+            weights = [x for x in args if isinstance(x, torch.Tensor) and x.dim() == 1]
+        else:
+            return False
+        numbers = (x for x in weights if isinstance(x, torch.Tensor) and not isinstance(x, Deferred))
+        return any(_storage(x) in self._made for x in numbers)
 
     def _is_ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
         if isinstance(args[0], Deferred) and "device" not in kwargs:  # nearly always
@@ -265,6 +289,7 @@ class DeferredMode(TorchDispatchMode):
             if isinstance(base, Deferred) and base.value.func in self._transient:
                 self.finish(base.value, self._compute(base.value))  # from here on it is what is written
         targets = {_storage(self.tensor(x)) for x in tensors}
+        self._made |= targets
         for value in self._pending():
             reads = (_storage(x) for x in _leaves(value.args) if isinstance(x, torch.Tensor))
             if value.result is None and not targets.isdisjoint(reads):
@@ -375,6 +400,11 @@ def _base(x: torch.Tensor) -> torch.Tensor:
         else:
             break
     return x
+
+
+def _storages(x: Any) -> set[int | None]:
+    """Where the numbers of all tensors among arguments or results lie."""
+    return {_storage(one) for one in _leaves(x) if isinstance(one, torch.Tensor)}
 
 
 def _storage(x: torch.Tensor) -> int | None:

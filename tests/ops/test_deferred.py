@@ -129,6 +129,46 @@ def test_another_mode_sees_nothing_of_what_is_deferred():
     assert type(result) is torch.Tensor and torch.equal(result, -x.t())
 
 
+@pytest.mark.parametrize("make", ["computed", "deferred", "written", "a view", "kept", "a part"])
+@pytest.mark.parametrize("use", ["weight", "bias", "norm"])
+def test_weights_that_are_made_in_between(make, use):
+    """What multiplies by them does not wait: kernels read weights before those in front of them have ended."""
+    x, kept = torch.randn(3, 6), torch.randn(6, 6)
+    with DeferredMode([], CPU) as mode:
+        if make == "computed":
+            weight = torch.where(kept > 0, kept, 0.5)
+        elif make == "deferred":
+            weight = mode.tensor(kept.neg())
+        elif make == "written":
+            weight = kept.mul_(2)
+        elif make == "a part":
+            [weight] = kept.view(1, 6, 6).unbind()
+        else:
+            made = kept if make == "kept" else torch.where(kept > 0, kept, 0.5)
+            weight = made.t()
+        if use == "weight":
+            result, expected = x @ weight, lambda: x @ weight
+        elif use == "bias":
+            result, expected = torch.addmm(weight[0], x, x.t() @ x), lambda: torch.addmm(weight[0], x, x.t() @ x)
+        else:
+            result, expected = x.neg() * weight[0], lambda: -x * weight[0]
+        assert isinstance(result, Deferred) == (make in ("kept", "a part"))
+        result = mode.tensor(result)
+    torch.testing.assert_close(result, expected())
+
+
+def test_what_is_multiplied_may_be_made():
+    """The left side of a product, as attention gives it."""
+    x, weight = torch.randn(3, 6), torch.randn(6, 6)
+    with DeferredMode([], CPU) as mode:
+        left = torch.where(x > 0, x, 0.5)
+        product, plus = left @ weight, torch.addmm(weight[0], left, weight)
+        assert isinstance(product, Deferred) and isinstance(plus, Deferred)
+        product, plus = mode.tensor(product), mode.tensor(plus)
+    torch.testing.assert_close(product, left @ weight)
+    torch.testing.assert_close(plus, left @ weight + weight[0])
+
+
 def test_what_waits():
     x = torch.ones(3)
     with DeferredMode([], CPU) as mode:
