@@ -15,9 +15,11 @@ import argparse
 import json
 import random
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,49 +239,74 @@ def batches(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, dic
             )
 
 
+def variants_of(args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+    """What drafts, by name; plain text first."""
+    variants: dict[str, Any] = {"plain": None, "prompt lookup": PromptLookup()}
+    for nodes in args.nodes if args.medusa else ():
+        variants[f"medusa{nodes}"] = Medusa(args.medusa, num_nodes=nodes)
+        variants[f"medusa{nodes} alone"] = Medusa(args.medusa, num_nodes=nodes, min_match=None)
+    useless = TokenTree.of_paths([[0], [1], [0, 0], [0, 1]])
+    variants["useless"] = Useless(useless, vocabulary, adaptive=True)
+    unknown = set(args.variants or ()) - variants.keys()
+    if unknown:
+        raise ValueError(f"no variant {', '.join(sorted(unknown))}: there are {', '.join(variants)}")
+    return {name: one for name, one in variants.items() if name in ("plain", *(args.variants or variants))}
+
+
 def texts(args: argparse.Namespace) -> Iterator[SpeculationRow]:
+    """Rows of a category as soon as it is done."""
     device = torch.device(args.device)
     model, tokenizer = patch(load_model(args.model, DTYPES[args.dtype], device)), load_tokenizer(args.model)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    variants: dict[str, Any] = {"plain": None, "prompt lookup": PromptLookup()}
-    if args.medusa:
-        variants |= {f"medusa{n}": Medusa(args.medusa, num_nodes=n) for n in args.nodes}
-    useless = TokenTree.of_paths([[0], [1], [0, 0], [0, 1]])
-    variants["useless"] = Useless(useless, model.config.vocab_size, adaptive=True)
+    variants = variants_of(args, model.config.vocab_size)
     groups = list(batches(args, tokenizer))
     for _, inputs in groups[:: max(len(groups) // 8, 1)]:
         for speculation in variants.values():
             drafted(model, speculation, inputs, args.new)
-    measured: dict[tuple[str, str], list[DraftedText]] = defaultdict(list)
-    same: dict[tuple[str, str], int] = defaultdict(int)
-    for place, (category, inputs) in enumerate(groups):
-        # No variant always comes first, and what the host is busy with for a while meets all of them.
-        turn = [*variants][place % len(variants) :] + [*variants][: place % len(variants)]
-        for name in turn:
-            settle(model, variants[name], inputs, args.new)
-        calls = [{name: drafted(model, variants[name], inputs, args.new) for name in turn} for _ in range(args.repeats)]
-        found = {name: typical_of(one[name] for one in calls) for name in variants}
-        for name, one in found.items():
-            measured[category, name].append(one)
-            same[category, name] += count_same(model, inputs, args.new, one.text, found["plain"].text)
     common = dict(bench="speculation", device=device_name(device), versions=versions(), dtype=args.dtype)
-    padding = model.generation_config.pad_token_id
-    for category in dict.fromkeys(category for category, _ in groups):
-        plain = seconds_per_token(measured[category, "plain"], padding)
-        for name in variants:
-            each = measured[category, name]
-            num_tokens = sum(sum(one.lengths(padding)) for one in each)
-            got, steps, accepted, guessed = (sum(one.counts[i] for one in each) for i in range(4))
-            yield SpeculationRow(
-                case=f"{args.model}/b{args.batch}/new{args.new}/{category}", variant=name,
-                tokens_per_s=num_tokens / sum(one.seconds for one in each),
-                tokens_per_round=got / steps if steps else None, acceptance=accepted / guessed if guessed else None,
-                speedup=plain / seconds_per_token(each, padding), texts=sum(len(one.text) for one in each),
-                same_texts=None if name == "plain" else same[category, name], **common,
-            )  # fmt: skip
+    place = 0
+    for category, same_kind in groupby(groups, key=itemgetter(0)):
+        measured: dict[str, list[DraftedText]] = defaultdict(list)
+        same: Counter[str] = Counter()
+        for _, inputs in same_kind:
+            found = in_turns(args, model, variants, inputs, place)
+            place += 1
+            for name, one in found.items():
+                measured[name].append(one)
+                same[name] += count_same(model, inputs, args.new, one.text, found["plain"].text)
+        case = f"{args.model}/b{args.batch}/new{args.new}/{category}"
+        yield from text_rows(case, measured, same, model.generation_config.pad_token_id, common)
+
+
+def in_turns(
+    args: argparse.Namespace, model: Any, variants: dict[str, Any], inputs: dict[str, torch.Tensor], place: int
+) -> dict[str, DraftedText]:
+    """A typical call of each variant; none always comes first, and what the host is busy with meets all of them."""
+    names = [*variants]
+    turn = names[place % len(names) :] + names[: place % len(names)]
+    for name in turn:
+        settle(model, variants[name], inputs, args.new)
+    calls = [{name: drafted(model, variants[name], inputs, args.new) for name in turn} for _ in range(args.repeats)]
+    return {name: typical_of(one[name] for one in calls) for name in names}
+
+
+def text_rows(
+    case: str, measured: dict[str, list[DraftedText]], same: Counter[str], padding: int, common: dict[str, Any]
+) -> Iterator[SpeculationRow]:
+    """What the calls of each variant come to together, beside those of plain text."""
+    plain = seconds_per_token(measured["plain"], padding)
+    for name, each in measured.items():
+        num_tokens = sum(sum(one.lengths(padding)) for one in each)
+        got, steps, accepted, guessed = (sum(one.counts[i] for one in each) for i in range(4))
+        yield SpeculationRow(
+            case=case, variant=name, tokens_per_s=num_tokens / sum(one.seconds for one in each),
+            tokens_per_round=got / steps if steps else None, acceptance=accepted / guessed if guessed else None,
+            speedup=plain / seconds_per_token(each, padding), texts=sum(len(one.text) for one in each),
+            same_texts=None if name == "plain" else same[name], **common,
+        )  # fmt: skip
 
 
 class DraftedText(NamedTuple):
@@ -355,12 +382,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--per-category", type=int, default=8)
-    parser.add_argument("--medusa")
+    parser.add_argument("--medusa", help="heads; each number of nodes with what the text repeats, and without")
+    parser.add_argument("--variants", nargs="+", help="of texts, beside plain; all of them by default")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     with args.out.open("a") as file:
         for row in (rounds if args.what == "rounds" else texts)(args):
             file.write(json.dumps(asdict(row)) + "\n")
+            file.flush()
             figures = {k: round(v, 4) for k, v in asdict(row).items() if isinstance(v, (int, float))}
             print(f"{row.case:44} {row.variant:14} {figures}", flush=True)
 
