@@ -21,6 +21,7 @@ from .drafts import Draft, DraftContext, Guesses, cost_to_verify
 from .expectation import OfTrees
 from .medusa_heads import MedusaHeads, is_plain_linear, output_projection
 from .medusa_trees import PUBLISHED_TREES, Repeats, expected_length, search_tree
+from .paced import most_drafted
 from .repeats import DeviceRepeats, HostRepeats, best_path
 from .texts import Texts
 
@@ -104,7 +105,7 @@ class Medusa:
             ValueError: no heads are there, or they don't fit the model.
         """
         heads = MedusaHeads.from_pretrained(self.path, model)
-        tree = self._tree(heads)
+        tree = self._tree(heads, most_drafted(model))
         longest = tree.num_nodes - 1
         is_searched = self.tree is None and heads.accuracies is not None  # so each beginning is the best of its size
         smaller = [size for size in _SIZES if size < longest] if self.adaptive and is_searched else []
@@ -112,7 +113,8 @@ class Medusa:
             model._hf_turbo.undo.append(change)
         return MedusaDrafter(model, heads, tree, (*smaller, longest), self)
 
-    def _tree(self, heads: MedusaHeads) -> TokenTree:
+    def _tree(self, heads: MedusaHeads, most: int) -> TokenTree:
+        """`most`: tokens in a row that the model can be asked to verify; a tree of one's own may ask for more."""
         longest = heads.num_heads
         if self.tree is not None:
             tree = TokenTree.of_paths(self.tree)
@@ -121,7 +123,7 @@ class Medusa:
         else:  # no rank counts for more than those before it, so that siblings are found in their order
             accuracies = [[*accumulate(ranks, min)] for ranks in heads.accuracies]
             tree = TokenTree.of_paths(search_tree(accuracies, self.num_nodes - 1, self.repeats), as_given=True)
-            longest = max(longest, tree.max_depth)
+            longest = min(max(longest, tree.max_depth), most)
         tree = tree.pruned(longest, heads.vocab_size - 1)
         if tree.num_nodes == 1:
             raise ValueError(f"nothing is left of the tree with {heads.num_heads} heads")
@@ -156,7 +158,7 @@ class MedusaDrafter:
         self._num_heads = min(heads.num_heads, tree.max_depth)
         # Each node's head and rank. Beyond the heads, nodes are there for what the text repeats: any guess will do.
         self._places = torch.tensor([[min(depth, self._num_heads) - 1 for depth in tree.depths], tree.ranks])
-        self._best_path = torch.tensor(best_path(tree))
+        self._best_path = torch.tensor(best_path(tree), dtype=torch.int64)  # none where no best guess is tried
         self._spare = SpareTexts(len(self._best_path), asked.min_match or 1)
 
     def cost(self, size: int) -> float:

@@ -26,8 +26,10 @@ aten = torch.ops.aten
 #: Matrix products, and which argument is their left side.
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, torch.ops.hf_turbo.int4_mm.default: 0}
 
-#: What a norm multiplies by its weight with.
-_NORMS = frozenset({aten.mul.Tensor, aten._fused_rms_norm.default})
+#: What a norm multiplies by its weight with, and what it may make of that before: a rule takes the weight itself then.
+_NORMS = frozenset({
+    aten.mul.Tensor, aten._fused_rms_norm.default, aten.add.Tensor, aten._to_copy.default,
+})  # fmt: skip
 
 #: Operations that only look at their first argument in another way.
 VIEWS = frozenset({

@@ -157,6 +157,16 @@ def test_weights_that_are_made_in_between(make, use):
     torch.testing.assert_close(result, expected())
 
 
+@pytest.mark.parametrize("use", [lambda x: x.float(), lambda x: x + 1, lambda x: 1 + x.float()])
+def test_what_a_norm_makes_of_its_weight(use):
+    """A rule looks through a cast and a sum, and its kernel reads the weight itself."""
+    kept = torch.randn(6).to(torch.bfloat16)
+    with DeferredMode([], CPU):
+        made = torch.where(kept > 0, kept, 0.5)
+        assert isinstance(use(kept), Deferred) and not isinstance(use(made), Deferred)
+        assert isinstance(use(kept.neg()), Deferred)  # nothing has been made so far
+
+
 def test_what_is_multiplied_may_be_made():
     """The left side of a product, as attention gives it."""
     x, weight = torch.randn(3, 6), torch.randn(6, 6)

@@ -147,6 +147,18 @@ def test_laid_over_drafts(module):
 
 
 @BOTH
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_columns_that_a_draft_has_not(module, num_drafts):
+    """Nothing is written beside it."""
+    text = torch.tensor([[1, 2, 3, 4, 1, 9]], dtype=torch.int32, device=DEVICE)
+    outcome, lengths = torch.tensor([[1, 2, 1]], device=DEVICE), torch.tensor([5], device=DEVICE)
+    wide = torch.full((num_drafts, 1, 8), -7, device=DEVICE)
+    columns = torch.tensor([1, 4, 2], device=DEVICE)
+    module.lay_repeats(text, outcome, lengths, columns, 2, [x[:, 1:4] for x in wide])
+    assert wide.tolist() == [[[-7, -7, 3, 1, -7, -7, -7, -7]]] * num_drafts
+
+
+@BOTH
 def test_texts_that_only_grow(module):
     """Without columns or drafts nothing is looked for."""
     text = torch.tensor([[1, 2, 1, 9, 9], [3, 3, 3, 9, 9]], dtype=torch.int32, device=DEVICE)

@@ -14,6 +14,9 @@ from test_ahead_rounds import drafters
 
 import hf_turbo
 from hf_turbo.generation import ahead_rounds, speculation
+from hf_turbo.generation.medusa import MedusaDrafter
+from hf_turbo.generation.pace import Pace
+from hf_turbo.generation.paced import Steady
 from hf_turbo.generation.tree_steps import TreeSteps
 from hf_turbo.modeling.model_state import CapturedState
 from hf_turbo.modeling.step_graph import StepGraph
@@ -118,6 +121,42 @@ def test_a_step_is_under_way_before_the_first_token_is_known(launched, tmp_path,
             launched.clear()
             assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
         assert launched[1] == (1, 0) and launched[2][1] == 1 and launched[2][0] > (kind != "adaptive lookup")
+
+
+def test_each_round_behind_the_first_is_of_a_draft(launched, tmp_path):
+    """Also where rows have left."""
+    stock, model = drafting(tmp_path, "medusa")
+    batch = ragged(3, 9, 6)
+    said = new_text(stock, batch, NEW)
+    options = dict(eos_token_id=[int(said[row, 7]) for row in (0, 1)], pad_token_id=0)
+    for _ in range(3):
+        launched.clear()
+        got = model.generate(**batch, max_new_tokens=NEW, do_sample=False, **options)
+        assert torch.equal(got[:, 9:], new_text(stock, batch, NEW, **options))
+    nodes = [n for n, _ in launched[1:]]
+    assert len(nodes) > 6 and nodes[0] == 1 and set(nodes[1:]) == {7}
+
+
+def test_nothing_is_guessed_that_will_not_be_drafted(launched, tmp_path, monkeypatch):
+    stock, model = drafting(tmp_path, "medusa")
+    batch, guessed, guess = ragged(3, 9, 6), [], MedusaDrafter.guess
+    monkeypatch.setattr(Steady, "choose", lambda pace: 0)
+    monkeypatch.setattr(MedusaDrafter, "guess", lambda *args: guessed.append(args) or guess(*args))
+    for _ in range(2):
+        launched.clear()
+        assert torch.equal(texts(model, batch), new_text(stock, batch, NEW))
+    assert len(launched) > NEW // 2 and not guessed
+
+
+def test_a_round_whose_seconds_are_not_known():
+    """It counts, and says nothing of how long others take."""
+    pace = Pace([3])
+    for seconds in [None] * 8 + [1.0] * 4:
+        pace.note(0, 0, 0, seconds)
+    for _ in range(4):
+        assert pace.relative_cost(3) is None
+        pace.note(3, 3, 2, 2.0)
+    assert pace.relative_cost(3) == 2.0 and pace.stats().plain_steps == 12
 
 
 @pytest.mark.parametrize("kind", ["medusa", "lookup"])

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from drafting import assert_same_text, drafted, heads_of, pair, stats
 from helpers import generate, new_text, prompt, ragged, twins, used_blocks
 
 import hf_turbo
+from hf_turbo.engine.row_drafts import MedusaRows
 from hf_turbo.generation import device_texts, medusa, repeats, speculation
+from hf_turbo.generation.ahead_rounds import GreedyFollower
 from hf_turbo.generation.medusa_heads import MedusaHeads
 from hf_turbo.generation.pace import Pace
 from hf_turbo.generation.suffix_index import SuffixIndex
+from hf_turbo.modeling.head_input import HeadInput
 from hf_turbo.ops.reference_drafts import MAX_MATCH
 from hf_turbo.patching import handle_of
 
@@ -169,6 +173,17 @@ def test_texts_that_outgrow_their_room(ahead, models, counts, monkeypatch):
     assert not spare._spare
 
 
+def test_texts_are_used_again(ahead, models):
+    """What is recorded of them serves the next call."""
+    _, model = models
+    ahead[1](model)
+    seen = set()
+    for _ in range(3):
+        text_of(model, BATCHES["one"])
+        seen.update(itertools.chain(*handle_of(model).speculation.drafter._spare._spare.values()))
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled(models, seed, counts):
     """A row has the text that its seed gives without drafts."""
@@ -189,6 +204,20 @@ def test_in_an_engine(models, monkeypatch, in_turn):
     for ids, result in zip(prompts, results.values(), strict=True):
         assert result.generated_tokens == new_text(stock, torch.tensor([ids]), NEW)[0].tolist()
     assert any(any(found) for found in laid)
+
+
+def test_an_engine_forgets_who_has_left(models):
+    """Nothing of a request's text stays."""
+
+    class Gone:
+        request, new_tokens = SimpleNamespace(prompt=[5, 6, 7, 5]), [6]
+
+    drafter, sequence = handle_of(models[1]).speculation.drafter, Gone()
+    rows, tokens = MedusaRows(drafter, HeadInput()), torch.zeros(1, 12, dtype=torch.int64)
+    rows._lay_repeats(tokens, [sequence])
+    assert tokens[0, drafter._best_path[0]] == 7 and sequence in rows._repeats
+    rows.forget(sequence)
+    assert not rows._repeats
 
 
 def test_more_is_accepted(models, tmp_path):
@@ -218,6 +247,49 @@ def test_a_tree_of_ones_own(options, tmp_path, counts):
         hf_turbo.patch(one.model, block_size=size, **options)
         assert torch.equal(texts, generate(one.model, BATCHES["several"], NEW).sequences)
     assert counts["found"] and counts["not found"]
+
+
+@pytest.mark.parametrize("goes_ahead", [True, False])
+def test_a_tree_without_a_best_guess(ahead, tmp_path, goes_ahead, monkeypatch):
+    """Nothing is laid over it."""
+    stock, model = twins("gemma2", block_size=16)
+    asked = hf_turbo.Medusa(heads_of(stock, tmp_path), tree=[(1,), (1, 0), (2,)])
+    hf_turbo.patch(model, block_size=16, speculation=asked)
+    if goes_ahead:
+        ahead[1](model)
+    else:
+        monkeypatch.setattr(speculation, "runs_ahead", lambda device: False)
+    for _ in range(2):
+        assert torch.equal(text_of(model, BATCHES["several"]), new_text(stock, BATCHES["several"], NEW))
+
+
+@pytest.mark.parametrize("accuracies", [[[0.6, 0.1]], [[0.0, 0.0]], [[1.0, 1.0]]])
+def test_what_a_block_must_hold(tmp_path, accuracies):
+    """A tree that is searched for is not deeper, however little its heads say."""
+    stock, model = twins("llama", block_size=16)
+    heads = MedusaHeads(1, 1, stock.config.hidden_size, stock.config.vocab_size)
+    heads.accuracies = accuracies
+    heads.save_pretrained(tmp_path)
+    for block_size, depth in ((64, 50), (32, 31)):
+        asked = hf_turbo.Medusa(tmp_path, num_nodes=64)
+        hf_turbo.patch(model, block_size=block_size, kv_cache_dtype="int8", speculation=asked)
+        drafter = handle_of(model).speculation.drafter
+        assert depth <= drafter.tree.max_depth < block_size and drafter.sizes[-1] == drafter.tree.num_nodes - 1
+        assert torch.equal(text_of(model, BATCHES["several"]), new_text(stock, BATCHES["several"], NEW))
+
+
+def test_what_is_recorded_once(models):
+    """One follower for the same texts, another for others, and where nothing is drafted after it."""
+    drafter = handle_of(models[1]).speculation.drafter
+    one, other = (device_texts.DeviceTexts(1, 16, 3, 2, torch.device("cpu")) for _ in range(2))
+
+    def key(texts, drafts):
+        return GreedyFollower(drafter.tree, repeats.RepeatingGuesses(drafter, texts), drafts).key
+
+    assert key(one, True) == key(one, True) and hash(key(one, True)) == hash(key(one, True))
+    assert len({key(texts, drafts) for texts in (one, other) for drafts in (True, False)}) == 4
+    alone = [GreedyFollower(drafter.tree, drafter, drafts) for drafts in (True, False)]
+    assert alone[0].key != alone[1].key and alone[1].guesses is None
 
 
 def test_nodes_beyond_the_heads(models):
