@@ -193,7 +193,9 @@ class _Rounds:
         root = Draft(_ROOT, accepted.tokens, 0)
         is_under_way = ahead is not None and ahead.launch(root, drafts=self._pace.choose() > 0)
         [numbers] = letter.open()
-        rows.take_written([] if numbers is None else numbers.tolist())
+        if numbers is None:
+            raise RuntimeError("the first tokens came home without their numbers")
+        rows.take_written(numbers.tolist())
         return ahead if is_under_way else None
 
     def _run_one(self, draft: Draft | None) -> None:
