@@ -143,3 +143,59 @@ class SpareTexts:
     def clear(self) -> None:
         """Gives the memory back."""
         self._spare.clear()
+
+
+class CallTexts:
+    """The texts of one call's rows on the device, with room for them; given back at its end.
+
+    Args:
+        spare: where they come from.
+        texts: the rows.
+        lengths: tokens of each row that are cached: those of the prompt.
+        max_new: tokens that a row may get; None without a limit.
+    """
+
+    def __init__(self, spare: SpareTexts, texts: Texts, lengths: Sequence[int], max_new: int | None) -> None:
+        self._spare, self._texts = spare, texts
+        #: Columns of each row before the first one that the cache holds.
+        self.left_out = [texts.num_prompt - length for length in lengths]
+        self._limit = None if max_new is None else max(lengths) + max_new
+        self.on_device = self._fitting(None)
+
+    @property
+    def device(self) -> torch.device:
+        return self._texts.device
+
+    @property
+    def are_outgrown(self) -> bool:
+        """Whether there is no room for what the host knows."""
+        return self._longest > self.on_device.room
+
+    def fit(self) -> None:
+        """Takes larger ones, or ones for fewer rows, if need be."""
+        self.on_device = self._fitting(self.on_device)
+
+    def load(self, newest: torch.Tensor | None = None) -> torch.Tensor:
+        """See `DeviceTexts.load`."""
+        return self.on_device.load(self._texts, self.left_out, newest)
+
+    def load_over(
+        self, columns: torch.Tensor, drafts: Sequence[torch.Tensor], newest: torch.Tensor | None = None
+    ) -> None:
+        """See `DeviceTexts.load_over`."""
+        self.on_device.load_over(self._texts, self.left_out, columns, drafts, newest)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps only these rows; the host's texts are selected, too, before anything else is asked for."""
+        self.left_out = [self.left_out[row] for row in rows]
+
+    def close(self) -> None:
+        """Gives them back."""
+        self._spare.give_back(self.on_device)
+
+    def _fitting(self, present: DeviceTexts | None) -> DeviceTexts:
+        return self._spare.exchange(present, len(self.left_out), self._longest, self._limit, self._texts.device)
+
+    @property
+    def _longest(self) -> int:
+        return max(length - n for length, n in zip(self._texts.lengths, self.left_out, strict=True))

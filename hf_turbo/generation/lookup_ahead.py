@@ -9,7 +9,7 @@ import torch
 
 from ..cache.token_tree import TokenTree
 from .acceptance import Accepted
-from .device_texts import DeviceTexts, SpareTexts
+from .device_texts import CallTexts, DeviceTexts, SpareTexts
 from .drafts import Draft, DraftContext
 from .match_gain import MatchGain, OpenGuesses
 from .texts import Texts
@@ -32,18 +32,15 @@ class LookupAhead:
     """
 
     def __init__(self, context: DraftContext, drafter: PromptLookup, gain: MatchGain, spare: SpareTexts) -> None:
-        self._drafter, self._gain, self._pace, self._spare = drafter, gain, context.pace, spare
-        self._texts = context.texts
-        self._left_out = [context.texts.num_prompt - length for length in context.lengths]
-        self._limit = None if context.max_new is None else max(context.lengths) + context.max_new
-        self._rows = [_Row() for _ in self._left_out]
+        self._drafter, self._gain, self._pace, self._texts = drafter, gain, context.pace, context.texts
+        self._held = CallTexts(spare, context.texts, context.lengths, context.max_new)
+        self._rows = [_Row() for _ in context.lengths]
         self._is_known = False
-        self.guesses = self._fitting(None)
 
     @property
     def is_stale(self) -> bool:
         """Whether the texts have outgrown their room."""
-        return self._longest > self.guesses.room
+        return self._held.are_outgrown
 
     def choose(self, size: int) -> int:
         """How many tokens to draft in a round that follows one under way, up to `size`; 0: a plain step.
@@ -74,8 +71,8 @@ class LookupAhead:
 
     def propose(self, size: int, texts: Texts) -> Draft | None:
         """A draft of what the device finds; it knows the texts then, also where the answer is none."""
-        self.guesses = self._fitting(self.guesses)
-        found = self.guesses.load(texts, self._left_out)
+        self._held.fit()
+        found = self._held.load()
         if not self._is_known:
             done = [row.is_over or row.has_read(new) for row, new in zip(self._rows, texts.new, strict=True)]
             self.hear(found.tolist(), done)
@@ -84,28 +81,22 @@ class LookupAhead:
 
     def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> DeviceTexts:
         if newest is not None:
-            self.guesses.load(texts, self._left_out, newest)
-        return self.guesses
+            self._held.load(newest)
+        return self._held.on_device
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:
         self._is_known = False
-        self.guesses = self._fitting(self.guesses)
+        self._held.fit()
 
     def miss(self) -> None:
         pass
 
     def select(self, rows: Sequence[int]) -> None:
-        self._rows, self._left_out = [self._rows[row] for row in rows], [self._left_out[row] for row in rows]
+        self._rows = [self._rows[row] for row in rows]
+        self._held.select(rows)
 
     def close(self) -> None:
-        self._spare.give_back(self.guesses)
-
-    def _fitting(self, present: DeviceTexts | None) -> DeviceTexts:
-        return self._spare.exchange(present, len(self._rows), self._longest, self._limit, self._texts.device)
-
-    @property
-    def _longest(self) -> int:
-        return max(length - n for length, n in zip(self._texts.lengths, self._left_out, strict=True))
+        self._held.close()
 
 
 class _Row:

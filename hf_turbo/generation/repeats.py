@@ -16,7 +16,7 @@ import torch
 from ..cache.token_tree import TokenTree
 from ..ops.reference_rounds import Round
 from ..ops.transfer import to_device
-from .device_texts import DeviceTexts, SpareTexts
+from .device_texts import CallTexts, DeviceTexts, SpareTexts
 from .drafts import DraftContext, Guesses
 from .suffix_index import SuffixIndex
 from .texts import Texts
@@ -139,16 +139,14 @@ class DeviceRepeats:
     """
 
     def __init__(self, context: DraftContext, drafter: MedusaDrafter, spare: SpareTexts) -> None:
-        self._drafter, self._spare, self._texts = drafter, spare, context.texts
-        self._left_out = [context.texts.num_prompt - length for length in context.lengths]
-        self._limit = None if context.max_new is None else max(context.lengths) + context.max_new
-        self._on_device = self._fitting(None)
+        self._drafter = drafter
+        self._held = CallTexts(spare, context.texts, context.lengths, context.max_new)
         self._is_known = False
 
     @property
     def is_outgrown(self) -> bool:
         """Whether the texts have no room any more."""
-        return self._longest > self._on_device.room
+        return self._held.are_outgrown
 
     def lay_over(self, tokens: torch.Tensor, texts: Texts) -> None:
         """See `HostRepeats`."""
@@ -158,31 +156,24 @@ class DeviceRepeats:
         """Has the device know the texts."""
         if not self._is_known:
             self._load([], newest)
-        return RepeatingGuesses(self._drafter, self._on_device)
+        return RepeatingGuesses(self._drafter, self._held.on_device)
 
     def change(self) -> None:
         """What the device knows is not all."""
         self._is_known = False
-        self._on_device = self._fitting(self._on_device)
+        self._held.fit()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keeps only these rows; texts are selected, too, before anything else is asked for."""
-        self._left_out = [self._left_out[row] for row in rows]
+        """Keeps only these rows."""
+        self._held.select(rows)
         self._is_known = False
 
     def close(self) -> None:
         """Gives the texts back."""
-        self._spare.give_back(self._on_device)
+        self._held.close()
 
     def _load(self, drafts: Sequence[torch.Tensor], newest: torch.Tensor | None = None) -> None:
-        self._on_device = self._fitting(self._on_device)
-        columns = self._drafter.columns_of_repeats(self._texts.device)
-        self._on_device.load_over(self._texts, self._left_out, columns, drafts, newest)
+        self._held.fit()
+        columns = self._drafter.columns_of_repeats(self._held.device)
+        self._held.load_over(columns, drafts, newest)
         self._is_known = True
-
-    def _fitting(self, present: DeviceTexts | None) -> DeviceTexts:
-        return self._spare.exchange(present, len(self._left_out), self._longest, self._limit, self._texts.device)
-
-    @property
-    def _longest(self) -> int:
-        return max(length - n for length, n in zip(self._texts.lengths, self._left_out, strict=True))

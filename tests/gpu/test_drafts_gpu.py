@@ -111,7 +111,7 @@ def test_the_device_finds_what_an_index_finds(adaptive, monkeypatch):
     def checked(session, following, done):
         texts = session._texts
         for row, (newest, *tokens, match) in enumerate(following):
-            text = texts.row(row)[0].tolist()[session._left_out[row] :]
+            text = texts.row(row)[0].tolist()[session._held.left_out[row] :]
             length, place = SuffixIndex(text).match(16)
             if not done[row]:
                 assert newest == text[-1] and match == length

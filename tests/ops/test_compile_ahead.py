@@ -344,14 +344,26 @@ def make_cache(q_len, num_kv_heads, dims, block_size, dtype, segments, window, n
     return kv, metadata
 
 
-def kernel_facts(kernel):
+def assembly(cubin):
+    """What a device executes, an instruction a line."""
+    return dump(cubin, "-sass")
+
+
+def dump(cubin, what):
+    """What Triton's own cuobjdump tells of a kernel."""
     import triton
 
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        path = os.pathsep.join([str(tools), os.environ["PATH"]])  # it calls nvdisasm
+        command = [str(tools / "cuobjdump"), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
+
+
+def kernel_facts(kernel):
+    usage = dump(kernel.asm["cubin"], "-res-usage")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     ptx = kernel.asm["ptx"]
     return {

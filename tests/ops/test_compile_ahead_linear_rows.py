@@ -4,12 +4,8 @@ Run as a script, this file is the subprocess that compiles.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import test_compile_ahead as ahead
@@ -65,16 +61,7 @@ def compile_case(capability, rows, sizes, k, activation, dtype, norm_dtype):
 
 def opcodes(cubin):
     """Those of loads, products and exchanges, in their order."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tools / "cuobjdump"), "-sass", file.name]
-        path = os.pathsep.join([str(tools), os.environ["PATH"]])  # it calls nvdisasm
-        text = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
-    return re.findall(r"\b(LDG\.E\S*128|HMMA|LDS|LDSM|STS|STSM|SHFL|BAR)\b", text)
+    return re.findall(r"\b(LDG\.E\S*128|HMMA|LDS|LDSM|STS|STSM|SHFL|BAR)\b", ahead.assembly(cubin))
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), ahead.NEWEST])

@@ -4,11 +4,7 @@ Run as a script, this file is the subprocess that compiles.
 """
 
 import json
-import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import test_compile_ahead as ahead
 
@@ -70,16 +66,7 @@ def compile_case(rows, sizes, k, activation, dtype):
 
 def assembly(cubin):
     """The instructions of `OPCODES`, in their order, but those that are never executed."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tools / "cuobjdump"), "-sass", file.name]
-        path = os.pathsep.join([str(tools), os.environ["PATH"]])  # it calls nvdisasm
-        text = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
-    lines = [line for line in text.splitlines() if "@!PT" not in line]
+    lines = [line for line in ahead.assembly(cubin).splitlines() if "@!PT" not in line]
     return re.findall(rf"\b({OPCODES})\b", "\n".join(lines))
 
 

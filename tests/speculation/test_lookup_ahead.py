@@ -30,17 +30,17 @@ def heard(monkeypatch):
     def hear(session, following, done):
         texts = session._texts
         for row, (newest, *tokens, match) in enumerate(following):
-            text = texts.row(row)[0].tolist()[max(session._left_out[row], 0) :]
+            text = texts.row(row)[0].tolist()[max(session._held.left_out[row], 0) :]
             index = SuffixIndex(text)
             length, place = index.match(16)
-            if not done[row] and len(text) <= session.guesses.room:
+            if not done[row] and len(text) <= session._held.on_device.room:
                 assert newest == text[-1]
                 assert match == length
                 if match:
                     assert tokens == [text[place + i % (len(text) - place)] for i in range(len(tokens))]
                 counts["matches"] += match > 0
         counts["rounds"] += 1
-        counts["rooms"].add(session.guesses.room)
+        counts["rooms"].add(session._held.on_device.room)
         return old(session, following, done)
 
     monkeypatch.setattr(LookupAhead, "hear", hear)
@@ -175,7 +175,7 @@ def test_rows_that_have_ended_do_not_decide_where_the_host_waits():
     )
     session = hf_turbo.PromptLookup().begin(context)
     found = torch.tensor([[5] * 16 + [0], [5] * 16 + [16]])
-    session.guesses.load = lambda *texts: found
+    session._held.load = lambda: found
     sizes = []
     for new in ([1, 1], [1, 3], [1, 9]):
         texts.new = [[5] * n for n in new]

@@ -96,13 +96,13 @@ def counts(monkeypatch):
 
     def received(rounds, ahead):
         receive(rounds, ahead)
-        texts, device = rounds._rows.texts, rounds._session._repeats
+        texts, held = rounds._rows.texts, rounds._session._repeats._held
         for row, done in enumerate(rounds._rows.done):
-            known = texts.row(row)[0].tolist()[device._left_out[row] :]
-            if not done and len(known) <= device._on_device.room:
-                assert device._on_device._text[row, : len(known)].tolist() == known
+            known = texts.row(row)[0].tolist()[held.left_out[row] :]
+            if not done and len(known) <= held.on_device.room:
+                assert held.on_device._text[row, : len(known)].tolist() == known
                 counts["known"] += 1
-            counts["beyond"] += len(known) > device._on_device.room
+            counts["beyond"] += len(known) > held.on_device.room
 
     monkeypatch.setattr(medusa._Session, "propose", proposed)
     monkeypatch.setattr(repeats.RepeatingGuesses, "follow", following)
