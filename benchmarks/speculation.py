@@ -116,7 +116,7 @@ class Useless:
     def propose(self, size: int, texts: Any) -> Draft:
         return Draft(self.tree, self.tokens_after(texts.last), self.tree.max_depth * texts.num_rows)
 
-    def begin_ahead(self, texts: Any, newest: Any = None) -> Useless | None:
+    def begin_ahead(self, newest: Any = None) -> Useless | None:
         return self
 
     def learn(self, *args: Any) -> None: ...
@@ -143,7 +143,7 @@ class Forced(Useless):
         tokens = torch.cat([texts.last.unsqueeze(1), torch.tensor(drafts).to(texts.last.device)], dim=1)
         return Draft(self.tree, tokens, size * len(drafts))
 
-    def begin_ahead(self, texts: Any, newest: Any = None) -> None:
+    def begin_ahead(self, newest: Any = None) -> None:
         return None
 
 

@@ -36,7 +36,7 @@ class GreedyFollower:
     """
 
     def __init__(self, tree: TokenTree, guesses: Guesses | None, drafts: bool) -> None:
-        self._tree, self._drafts = tree, drafts
+        self._tree, self._drafts = tree, drafts and guesses is not None
         self.guesses = guesses if guesses is not None and (drafts or guesses.keeps_text) else None
         self._addresses: list[tuple[object, torch.Tensor]] | None = None
 
@@ -183,7 +183,7 @@ class AheadRounds:
             return False
         self._last = result
         depth = tree.max_depth
-        num_nodes = self._guesses.tree.num_nodes if self._guesses is not None and follower.num_columns > 1 else 1
+        num_nodes = 1 if self._guesses is None else self._guesses.tree.num_nodes  # fewer are there if none are drafted
         self._following = result.result[: self._num_rows, depth + 3 : depth + 3 + num_nodes]
         self._lengths = result.result[: self._num_rows, depth + 2]
         spare = self._spare.setdefault(tree, [])

@@ -178,7 +178,7 @@ class _Session:
             by_node = torch.stack([*drawn, torch.zeros_like(drawn[0])], dim=1)
         return Draft(TokenTree.chain(size), torch.stack(columns, dim=1), size * texts.num_rows, by_node)
 
-    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> None:
+    def begin_ahead(self, newest: torch.Tensor | None = None) -> None:
         pass
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:

@@ -124,12 +124,11 @@ class DraftSession(Protocol):
     def propose(self, size: int, texts: Texts) -> Draft | None:
         """A draft of so many tokens a row at most, one of the drafter's sizes; None: there is nothing to propose."""
 
-    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> Guesses | None:
+    def begin_ahead(self, newest: torch.Tensor | None = None) -> Guesses | None:
         """How drafts are made on the device in the rounds that follow, all of which go ahead; None: they are not.
 
         Args:
-            texts: the rows' tokens.
-            newest: those that come after them, int64 `[rows]`, if the host does not know all tokens yet.
+            newest: the rows' tokens after those that the host knows, int64 `[rows]`, if there are such.
         """
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:

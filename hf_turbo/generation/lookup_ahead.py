@@ -79,7 +79,7 @@ class LookupAhead:
         size = self.choose(size)
         return Draft(TokenTree.chain(size), found[:, : size + 1], size * self.num_found) if size else None
 
-    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> DeviceTexts:
+    def begin_ahead(self, newest: torch.Tensor | None = None) -> DeviceTexts:
         if newest is not None:
             self._held.load(newest)
         return self._held.on_device

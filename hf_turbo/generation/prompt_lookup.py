@@ -125,7 +125,7 @@ class _Session:
         tokens = self._drafter.repeats(self._rows, self._gain, self._pace, size)
         return chain_of(tokens, texts.last) if tokens else None
 
-    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> None:
+    def begin_ahead(self, newest: torch.Tensor | None = None) -> None:
         pass
 
     def learn(self, accepted: Accepted, num_nodes: int) -> None:

@@ -90,7 +90,8 @@ class HostRepeats:
         rows = zip(self._rows, texts.new, strict=True)
         lay_found(tokens, columns, [row.find(new, len(columns), min_match) for row, new in rows])
 
-    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> Guesses:
+    def begin_ahead(self, newest: torch.Tensor | None = None) -> Guesses:
+        """What guesses where the texts stay here."""
         return self._drafter
 
     def change(self) -> None:
@@ -152,8 +153,8 @@ class DeviceRepeats:
         """See `HostRepeats`."""
         self._load([tokens])
 
-    def begin_ahead(self, texts: Texts, newest: torch.Tensor | None = None) -> Guesses:
-        """Has the device know the texts."""
+    def begin_ahead(self, newest: torch.Tensor | None = None) -> Guesses:
+        """Has the device know the texts, `newest` as of `DraftSession`."""
         if not self._is_known:
             self._load([], newest)
         return RepeatingGuesses(self._drafter, self._held.on_device)

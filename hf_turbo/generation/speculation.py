@@ -187,7 +187,7 @@ class _Rounds:
             rows.take(accepted)
             return None
         letter = Letter().send(rows.numbers_of(accepted))
-        guesses = self._session.begin_ahead(rows.texts, accepted.tokens[:, 0])
+        guesses = self._session.begin_ahead(accepted.tokens[:, 0])
         ahead = None if guesses is None else AheadRounds(self._steps, guesses)
         # What follows that step makes the first draft: the host would wait for the token, and the device for the host.
         root = Draft(_ROOT, accepted.tokens, 0)
@@ -215,7 +215,7 @@ class _Rounds:
 
     def _run_ahead(self, draft: Draft | None) -> bool:
         """Rounds with the host one behind, until something must be changed; False: not even the first could be."""
-        guesses = self._session.begin_ahead(self._rows.texts)
+        guesses = self._session.begin_ahead()
         ahead = AheadRounds(self._steps, guesses)
         if not ahead.launch(draft or self._root(), drafts=draft is not None or isinstance(guesses, DeviceTexts)):
             return False

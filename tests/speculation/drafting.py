@@ -160,7 +160,7 @@ class Knowing:
             drafts.append(tokens)
         return Draft(self.tree, torch.tensor(drafts), self.tree.max_depth * len(drafts))
 
-    def begin_ahead(self, texts: Any, newest: Any = None) -> None:
+    def begin_ahead(self, newest: Any = None) -> None:
         pass
 
     def learn(self, accepted: Any, num_nodes: int) -> None:
